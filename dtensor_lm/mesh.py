@@ -1,0 +1,132 @@
+"""A device mesh as data: named axes with sizes. It needs no devices, no processes and no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from dtensor_lm.errors import MeshError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+
+class Mesh:
+    """Named axes and their sizes, outermost first: `Mesh(fsdp=2, tp=4)` is 8 ranks.
+
+    Rank r stands at the mixed-radix digits of r, the last axis running fastest. Axes of size 1 are allowed and
+    mean nothing: they vanish from layouts and cause no collective.
+
+    Raises `MeshError`, with every fault at once, for a size below 1 or an unusable name.
+    """
+
+    def __init__(self, **sizes: int) -> None:
+        faults = _faults(sizes.items())
+        if faults:
+            raise MeshError("this mesh cannot exist:", faults)
+        self._sizes = dict(sizes)
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Reads `fsdp=2,tp=4`; the empty text is the mesh of one process."""
+        pairs: list[tuple[str, int]] = []
+        faults: list[str] = []
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, size = (piece.strip() for piece in part.partition("="))
+            if not equals or not re.fullmatch(r"[+-]?[0-9]+", size):
+                faults.append(f"{part!r} is not AXIS=SIZE with a whole number, such as fsdp=2")
+                continue
+            pairs.append((name, int(size)))
+        names = [name for name, _ in pairs]
+        faults += [f"axis {n} is named {names.count(n)} times" for n in dict.fromkeys(names) if names.count(n) > 1]
+        faults += _faults(pairs)
+        if faults:
+            raise MeshError(f"mesh {text!r} cannot be used:", faults)
+        return cls(**dict(pairs))
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self._sizes
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self._sizes.values())
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The axes of size above 1, outermost first: the only ones that layouts and collectives know."""
+        return tuple(name for name, size in self._sizes.items() if size > 1)
+
+    def __getitem__(self, axis: str) -> int:
+        """Size of an axis; 1 for an axis that the mesh does not have."""
+        return self._sizes.get(axis, 1)
+
+    def product(self, axes: Iterable[str]) -> int:
+        return math.prod(self[axis] for axis in axes)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Place of a rank on every axis."""
+        place = {}
+        for name in reversed(self._sizes):
+            rank, place[name] = divmod(rank, self._sizes[name])
+        return place
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        rank = 0
+        for name, size in self._sizes.items():
+            rank = rank * size + coordinate.get(name, 0)
+        return rank
+
+    def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+        """Ranks that differ from `rank` along `axes` only, in the mixed-radix order of the tuple."""
+        place = self.coordinate(rank)
+        ranks = []
+        for index in range(self.product(axes)):
+            for axis in reversed(axes):
+                index, place[axis] = divmod(index, self[axis])
+            ranks.append(self.rank(place))
+        return tuple(ranks)
+
+    def device_mesh(self) -> DeviceMesh:
+        """The torch `DeviceMesh` of the running process group. Raises `MeshError` if the sizes do not fit the world."""
+        from dtensor_lm.process_groups import device_mesh
+
+        return device_mesh(self)
+
+    def check_world(self, world: int) -> None:
+        """Raises `MeshError` unless the mesh has exactly as many ranks as there are processes."""
+        if self.size != world:
+            raise MeshError(
+                f"mesh {self or '(one process)'} has {self.size} ranks but {world} processes were started: "
+                f"start {self.size} processes, or choose axes whose product is {world}"
+            )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and list(self._sizes.items()) == list(other._sizes.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._sizes.items()))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self._sizes.items())
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self._sizes.items())})"
+
+
+def _faults(pairs: Iterable[tuple[str, int]]) -> list[str]:
+    faults = []
+    for name, size in pairs:
+        if not _NAME.match(name):
+            faults.append(f"axis name {name!r}: use lower-case letters, digits and _, such as dp or tp")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            faults.append(f"axis {name} has size {size}: a size is a whole number of at least 1 (nothing is filled in)")
+    return faults

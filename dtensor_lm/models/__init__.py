@@ -1,0 +1,38 @@
+"""Models by name: single-device code and signatures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from dtensor_lm.errors import ConfigError, nearest
+from dtensor_lm.initial_values import abstract
+from dtensor_lm.models.llama import Llama, LlamaConfig, RopeScaling
+
+_3_1 = RopeScaling()
+_3_2 = RopeScaling(factor=32.0)
+
+SHAPES: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(vocab=256, embed=128, layers=4, heads=8, kv_heads=4, ffn=384, seq=256, rope_base=10_000.0),
+    "llama2-7b": LlamaConfig(32_000, 4096, 32, 32, 32, 11_008, seq=4096, rope_base=10_000.0),
+    "llama3-1b": LlamaConfig(128_256, 2048, 16, 32, 8, 8192, rope_scaling=_3_2, tied=True),
+    "llama3-3b": LlamaConfig(128_256, 3072, 28, 24, 8, 8192, rope_scaling=_3_2, tied=True),
+    "llama3-8b": LlamaConfig(128_256, 4096, 32, 32, 8, 14_336, rope_scaling=_3_1),
+    "llama3-70b": LlamaConfig(128_256, 8192, 80, 64, 8, 28_672, rope_scaling=_3_1),
+    "llama3-405b": LlamaConfig(128_256, 16_384, 126, 128, 8, 53_248, rope_scaling=_3_1),
+}
+
+
+def config(name: str, **changes: Any) -> LlamaConfig:
+    """The shape of a model by name, with some fields changed. Raises `ConfigError` for an unknown name."""
+    if name not in SHAPES:
+        raise ConfigError(f"unknown model {name!r}{nearest(name, SHAPES)}; known: {', '.join(SHAPES)}")
+    return replace(SHAPES[name], **changes)
+
+
+def build(name: str, **changes: Any) -> nn.Module:
+    """The model on the meta device: its shape, code, names and initialisers, but no memory yet."""
+    shape = config(name, **changes)
+    return abstract(lambda: Llama(shape))

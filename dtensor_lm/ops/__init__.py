@@ -1,0 +1,8 @@
+"""The few operations that know that they may hold a part only."""
+
+from dtensor_lm.ops.attention import causal_attention
+from dtensor_lm.ops.cross_entropy import cross_entropy
+from dtensor_lm.ops.embedding import embedding
+from dtensor_lm.ops.parts import Parts, indices
+
+__all__ = ["Parts", "causal_attention", "cross_entropy", "embedding", "indices"]

@@ -1,0 +1,238 @@
+"""Program x model -> the module that runs on one rank, with plain tensors inside regions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from dtensor_lm.collectives import BoundEdge, GroupParts
+from dtensor_lm.errors import ModelError
+from dtensor_lm.layout import block
+from dtensor_lm.mesh import Mesh
+from dtensor_lm.rounds import BoundRound
+from dtensor_lm.sharding_plans.predict import gather_rounds, scatter_rounds
+from dtensor_lm.sharding_plans.program import Gather, Program, RegionPlan
+from dtensor_lm.trace import bind, signature
+
+
+def partition(program: Program, model: nn.Module, device: torch.device | str = "cpu") -> Partitioned:
+    """The module that this rank runs. Needs a process group of as many ranks as the Program's mesh.
+
+    model: the model that the Program was made from; it is not changed.
+    Raises `MeshError` where the world does not fit.
+    """
+    program.mesh.check_world(dist.get_world_size())
+    return Partitioned(program, model, torch.device(device))
+
+
+class Partitioned(nn.Module):
+    """One rank's part of a model. Parameters are not stored in it: every call is given them.
+
+    `forward(leaves, values, **inputs)`: leaves are tensors in the gradients' layout whose `.grad` backward fills;
+    values are parameters in the storage layout; inputs are this rank's part of the model's integer inputs. Returns
+    what the model returns, in the Program's output layout (a loss is this rank's addend).
+    """
+
+    def __init__(self, program: Program, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.program = program
+        self.model = copy.deepcopy(model)
+        if any(b.is_meta for b in self.model.buffers()):
+            names = [n for n, b in self.model.named_buffers() if b.is_meta]
+            raise ModelError("buffers on the meta device have no values: compute them in forward", names)
+        self.model.to(device=None if any(p.is_meta for p in self.model.parameters()) else device)
+        self.homes: dict[str, Tensor] = {}  # canonical name -> what regions of the running unit use
+        self.inputs: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] = ({}, {})
+        rank = dist.get_rank()
+        self.regathered: _Regather | None = None
+        groups = {
+            unit: [_GatherGroup(g, program, rank) for g in program.gathers_of(unit)]
+            for unit in {plan.unit for plan in program.regions.values()}
+        }
+        units: dict[str, list[str]] = {}
+        for plan in program.regions.values():
+            names = units.setdefault(plan.unit, [])
+            names += [e.parameter for e in plan.parameters.values() if e.parameter not in names]
+        for path, plan in program.regions.items():
+            module = self.model.get_submodule(path)
+            call = _RegionCall(module, plan, program.mesh, rank, device, self)
+            forward: Callable[..., Any] = call
+            if plan.unit == path:
+                forward = _UnitCall(call, groups[path], units[path], self)
+            module.forward = forward  # type: ignore[method-assign]
+        for module in self.model.modules():
+            for name in list(module._parameters):
+                del module._parameters[name]
+                module.__dict__[name] = None
+
+    def forward(self, leaves: Mapping[str, Tensor], values: Mapping[str, Tensor], **inputs: Tensor) -> Any:
+        self.inputs = (leaves, values)
+        try:
+            return self.model(**inputs)
+        finally:
+            self.inputs = ({}, {})
+            self.homes.clear()
+
+
+class _RegionCall:
+    """The border of one region: edges in, parameters in place, the region's own code, edges out."""
+
+    def __init__(
+        self, module: nn.Module, plan: RegionPlan, mesh: Mesh, rank: int, device: torch.device, owner: Partitioned
+    ) -> None:
+        self.run, self.owner = module.forward, owner
+        self.bind = bind(module.forward)
+        self.single = signature(module).single
+        self.inputs = {n: BoundEdge(mesh, e.steps) for n, e in plan.inputs.items() if e.steps}
+        self.outputs = [BoundEdge(mesh, e.steps) if e is not None and e.steps else None for e in plan.outputs]
+        place = mesh.coordinate(rank)
+        self.supplied: dict[str, Any] = {
+            name: torch.arange(*block(size, axes, mesh, place), device=device)
+            for name, (_, size, axes) in plan.indices.items()
+        }
+        self.supplied.update({n: GroupParts(mesh, axes) for n, axes in plan.reducers.items() if axes})
+        self.parameters = []
+        for local, edge in plan.parameters.items():
+            path, _, attribute = local.rpartition(".")
+            holder = module.get_submodule(path).__dict__
+            self.parameters.append((holder, attribute, edge.parameter, BoundEdge(mesh, edge.steps)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.bind(*args, **kwargs)
+        arguments = bound.arguments
+        for name, edge in self.inputs.items():
+            if isinstance(arguments[name], Tensor):
+                arguments[name] = edge(arguments[name])
+        for name, value in self.supplied.items():
+            if arguments[name] is None:
+                arguments[name] = value
+        homes = self.owner.homes
+        try:
+            for holder, attribute, name, edge in self.parameters:
+                holder[attribute] = edge(homes[name])
+            out = self.run(*bound.args, **bound.kwargs)
+        finally:
+            for holder, attribute, _, _ in self.parameters:
+                holder[attribute] = None
+        if self.single:
+            edge_ = self.outputs[0] if self.outputs else None
+            return edge_(out) if edge_ else out
+        return tuple(e(x) if e else x for e, x in zip(self.outputs, out, strict=True))
+
+
+class _UnitCall:
+    """A unit gathers its parameters, runs, and lets go of them; what backward needs again it gathers again."""
+
+    def __init__(self, call: _RegionCall, groups: list[_GatherGroup], names: list[str], owner: Partitioned) -> None:
+        self.call, self.groups, self.owner = call, groups, owner
+        gathered = {n for g in groups for n in g.names}
+        self.plain = [n for n in names if n not in gathered]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, values = self.owner.inputs
+        homes = {name: leaves[name] for name in self.plain}
+        hooks: Any = nullcontext()
+        if self.groups:
+            again = _Regather(self.owner)
+            for g in self.groups:
+                shards = [values[n] for n in g.names]
+                out = cast("tuple[Tensor, ...]", _Gathered.apply(g, again, *shards, *[leaves[n] for n in g.names]))
+                homes.update(zip(g.names, out, strict=True))
+                if g.regather and torch.is_grad_enabled():
+                    again.register(g, shards, out)
+            if again.places:
+                hooks = torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack)
+        outer, self.owner.homes = self.owner.homes, {**self.owner.homes, **homes}
+        try:
+            with hooks:
+                return self.call(*args, **kwargs)
+        finally:
+            self.owner.homes = outer
+
+
+class _GatherGroup:
+    """The coalesced collectives of one `Gather`, bound to this rank."""
+
+    def __init__(self, g: Gather, program: Program, rank: int) -> None:
+        self.names, self.regather = g.parameters, g.regather
+        members = {n: program.parameters[n] for n in g.parameters}
+        layouts = {n: (p.storage, p.gathered) for n, p in members.items()}
+        self.forward = [BoundRound(r, program.mesh, rank) for r in gather_rounds(layouts, program.dtype)]
+        back = {n: (p.gathered, p.gradients) for n, p in members.items()}
+        self.backward = [BoundRound(r, program.mesh, rank) for r in scatter_rounds(back, program.master_dtype)]
+        self.dtype = getattr(torch, program.master_dtype)
+
+    def gather(self, shards: list[Tensor]) -> list[Tensor]:
+        have = dict(zip(self.names, shards, strict=True))
+        for r in self.forward:
+            have.update(r.gather(have))
+        return [have[n] for n in self.names]
+
+    def scatter(self, grads: list[Tensor]) -> list[Tensor]:
+        have = {n: g.to(self.dtype) for n, g in zip(self.names, grads, strict=True)}
+        for r in self.backward:
+            have.update(r.scatter(have))
+        return [have[n] for n in self.names]
+
+
+class _Gathered(torch.autograd.Function):
+    """Shards -> what regions use. The gradient goes to the leaves, which lie in the gradients' layout."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, g: _GatherGroup, again: _Regather, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.again = g, again  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(True)
+        shards = tensors[: len(g.names)]
+        return tuple(t.view_as(t) for t in g.gather(list(shards)))
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        g, again = ctx.group, ctx.again  # type: ignore[attr-defined]
+        again.release()
+        return (None, None, *[None] * len(g.names), *g.scatter(list(grads)))
+
+
+class _Regather:
+    """One call of a unit: saved tensors that live in gathered storage are kept as (shard, view) and gathered again."""
+
+    def __init__(self, owner: Partitioned) -> None:
+        self.owner = owner
+        self.places: dict[int, tuple[int, int]] = {}
+        self.groups: list[tuple[_GatherGroup, list[Tensor]]] = []
+        self.cache: dict[int, list[Tensor]] = {}
+
+    def register(self, g: _GatherGroup, shards: list[Tensor], out: tuple[Tensor, ...]) -> None:
+        for i, (name, whole) in enumerate(zip(g.names, out, strict=True)):
+            del name
+            if whole.untyped_storage().data_ptr() != shards[i].untyped_storage().data_ptr():
+                self.places[whole.untyped_storage().data_ptr()] = (len(self.groups), i)
+        self.groups.append((g, shards))
+
+    def pack(self, x: Tensor) -> Any:
+        place = self.places.get(x.untyped_storage().data_ptr()) if x.numel() else None
+        return x if place is None else (place, x.size(), x.stride(), x.storage_offset())
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        (which, i), size, stride, offset = kept
+        if which not in self.cache:
+            if self.owner.regathered is not None and self.owner.regathered is not self:
+                self.owner.regathered.release()  # backward goes unit by unit: only one holds whole weights
+            self.owner.regathered = self
+            g, shards = self.groups[which]
+            with torch.no_grad():
+                self.cache[which] = g.gather(shards)
+        return self.cache[which][i].as_strided(size, stride, offset)
+
+    def release(self) -> None:
+        self.cache.clear()
+        if self.owner.regathered is self:
+            self.owner.regathered = None

@@ -1,0 +1,104 @@
+"""A plan is pure data: four tables from names to mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dtensor_lm.errors import PlanError
+
+Axes = tuple[str, ...]
+TABLES = ("compute", "storage", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Names to mesh axes, outer to inner. Each table says only what differs from the one before it.
+
+    compute: layouts inside regions. storage: parameters between uses (from compute). gradients: where gradients
+    accumulate over micro-batches (from storage). optimizer: master weights and moments (from storage).
+    optional: names that a model may lack; any other name that a model lacks is an error.
+    regather: whether weights that storage cuts are released after forward and gathered again in backward.
+    Axes that a mesh does not have count as size 1.
+    """
+
+    compute: Mapping[str, str | Axes] = field(default_factory=dict)
+    storage: Mapping[str, str | Axes] = field(default_factory=dict)
+    gradients: Mapping[str, str | Axes] = field(default_factory=dict)
+    optimizer: Mapping[str, str | Axes] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    regather: bool = True
+
+    def __post_init__(self) -> None:
+        faults = []
+        for table in TABLES:
+            rows = {}
+            for name, axes in dict(getattr(self, table)).items():
+                row = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, (tuple, list)) else None
+                if row is None or not all(isinstance(axis, str) for axis in row) or not isinstance(name, str):
+                    faults.append(f"{table}: {name!r} -> {axes!r} is not a name and its axes, such as embed: fsdp")
+                elif len(set(row)) < len(row):
+                    faults.append(f"{table}: {name} -> {axes!r} names an axis twice")
+                else:
+                    rows[name] = row
+            object.__setattr__(self, table, rows)
+        if faults:
+            raise PlanError("this plan cannot be read:", faults)
+        object.__setattr__(self, "optional", frozenset(self.optional))
+
+    def axes(self, table: str, name: str) -> Axes:
+        """The axes of a name in a table, with what the table does not say taken from the one it follows."""
+        own: Mapping[str, Axes] = getattr(self, table)
+        if name in own:
+            return own[name]
+        before = {"storage": "compute", "gradients": "storage", "optimizer": "storage"}.get(table)
+        return self.axes(before, name) if before else ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for table in TABLES for name in getattr(self, table))
+
+    def __or__(self, other: Plan) -> Plan:
+        """Both plans together. Raises `PlanError` where they disagree on a name."""
+        faults, tables = [], {}
+        for table in TABLES:
+            mine, theirs = getattr(self, table), getattr(other, table)
+            faults += [
+                f"{table}: {name} is {_show(mine[name])} in one plan and {_show(theirs[name])} in the other"
+                for name in mine.keys() & theirs.keys()
+                if mine[name] != theirs[name]
+            ]
+            tables[table] = {**mine, **theirs}
+        if faults:
+            raise PlanError("these plans cannot be combined:", sorted(faults))
+        return Plan(**tables, optional=self.optional & other.optional, regather=self.regather and other.regather)
+
+    def as_dict(self) -> dict[str, object]:
+        tables: dict[str, object] = {t: {n: list(a) for n, a in getattr(self, t).items()} for t in TABLES}
+        return {**tables, "optional": sorted(self.optional), "regather": self.regather}
+
+    @classmethod
+    def from_dict(cls, data: object, where: str = "plan") -> Plan:
+        """Reads what `as_dict` writes, or a hand-written YAML mapping. Raises `PlanError` with every fault."""
+        from dtensor_lm.errors import nearest
+
+        known = (*TABLES, "optional", "regather")
+        if not isinstance(data, Mapping):
+            raise PlanError(f"{where} is not a mapping with {', '.join(TABLES)}")
+        faults = [f"unknown table {key!r}{nearest(str(key), known)}" for key in data if key not in known]
+        faults += [f"{t}: expected names and their axes" for t in TABLES if not isinstance(data.get(t) or {}, Mapping)]
+        if not isinstance(data.get("regather", True), bool):
+            faults.append("regather: expected true or false")
+        if not isinstance(data.get("optional") or [], (list, tuple)):
+            faults.append("optional: expected a list of names")
+        if faults:
+            raise PlanError(f"{where} cannot be read:", faults)
+        return cls(
+            **{t: dict(data.get(t) or {}) for t in TABLES},
+            optional=frozenset(data.get("optional") or ()),
+            regather=data.get("regather", True),
+        )
+
+
+def _show(axes: Axes) -> str:
+    return f"({', '.join(axes)})"

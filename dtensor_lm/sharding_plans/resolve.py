@@ -1,0 +1,234 @@
+"""From a model, a plan and a mesh to a Program, or to one PlanError with every fault."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtensor_lm.edges import Collective, UnsupportedEdge, collectives, edge_steps
+from dtensor_lm.errors import ModelError, PlanError
+from dtensor_lm.layout import ITEMSIZE, Dim, Layout
+from dtensor_lm.mesh import Mesh
+from dtensor_lm.region import TensorSpec
+from dtensor_lm.sharding_plans.checks import Checks
+from dtensor_lm.sharding_plans.plan import Plan
+from dtensor_lm.sharding_plans.predict import step_collectives, unit_collectives
+from dtensor_lm.sharding_plans.program import Edge, Gather, Parameter, Program, RegionPlan, hops
+from dtensor_lm.trace import Call, Trace, Value, signature, trace
+
+
+def resolve(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    micro_batches: int = 1,
+    dtype: str | None = None,
+    decay: str = "matrices",
+) -> Program:
+    """Derives every layout and every collective of a training step. Needs no process group and no memory.
+
+    model: on the meta device, a region itself. batch: sequences per step over all ranks and micro-batches (default:
+    one per data rank and micro-batch); seq: tokens per sequence (default: the model's `config.seq`); dtype: of
+    parameters and compute (default: the model's); decay: which parameters decay, `matrices` or `all`.
+
+    Raises `PlanError` with every fault of the plan, `ModelError` with every contradiction of the signatures.
+    """
+    data_ranks = mesh.product(axis for axis in plan.axes("compute", "batch"))
+    batch = batch if batch is not None else data_ranks * micro_batches
+    seq = seq if seq is not None else getattr(getattr(model, "config", None), "seq", None)
+    if seq is None:
+        raise ModelError("resolve needs seq=..., since the model has no config.seq")
+    if micro_batches < 1 or batch < micro_batches or batch % micro_batches:
+        raise PlanError(f"a batch of {batch} sequences cannot be split into {micro_batches} equal micro-batches")
+    model = copy.deepcopy(model)
+    if dtype is not None:
+        model.to(getattr(torch, dtype))
+    record = trace(model, {"batch": batch // micro_batches, "seq": seq})
+    return _Resolver(model, record, plan, mesh, batch, seq, micro_batches, decay).program()
+
+
+class _Resolver:
+    def __init__(
+        self, model: nn.Module, record: Trace, plan: Plan, mesh: Mesh, batch: int, seq: int, micro: int, decay: str
+    ) -> None:
+        self.model, self.trace, self.plan, self.mesh, self.decay = model, record, plan, mesh, decay
+        self.batch, self.seq, self.micro = batch, seq, micro
+        self.live: dict[str, frozenset[str]] = {}
+        names = self._names()
+        self.checks = Checks(record, plan, mesh, names, batch, seq, micro)
+        for path, (floats, _) in names.items():
+            self.live[path] = frozenset(a for n in floats for a in self.axes("compute", n))
+
+    def axes(self, table: str, name: str) -> tuple[str, ...]:
+        return tuple(axis for axis in self.plan.axes(table, name) if self.mesh[axis] > 1)
+
+    def _names(self) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+        """Per region: names that make axes live, and all names, with the outer sides of inner regions."""
+        floats = {p: set(signature(m).float_names()) for p, m in self.trace.regions.items()}
+        every = {p: set(signature(m).own_names()) for p, m in self.trace.regions.items()}
+        for path, module in self.trace.regions.items():
+            parent = self.trace.parents[path]
+            if parent is None:
+                continue
+            region = signature(module)
+            for crossing in (*region.inputs.values(), *region.outputs):
+                if crossing.outer.kind in ("index", "reduce"):
+                    continue
+                names = (*crossing.outer.names, *crossing.outer.sums)
+                every[parent].update(names)
+                if crossing.outer.kind == "float":
+                    floats[parent].update(names)
+        return {p: (frozenset(floats[p]), frozenset(every[p])) for p in floats}
+
+    def program(self) -> Program:
+        self.checks.run()
+        self.checks.raise_faults()
+        parameters = {name: self._parameter(name) for name in self.trace.parameters}
+        regions = self._regions(parameters)
+        gathers = self._gathers(parameters)
+        edges = tuple(
+            edge
+            for r in regions.values()
+            for edge in (*r.parameters.values(), *r.inputs.values(), *r.outputs)
+            if edge is not None
+        )
+        self.checks.raise_faults()
+        dtype = next(iter(parameters.values())).storage.dtype
+        every: list[Collective] = list(self._reductions())
+        for edge in edges:
+            where = f"{edge.region or 'model'}: {edge.tensor}"
+            every += collectives(edge.steps, edge.target.dtype, edge.count, where, edge.grad)
+        every += unit_collectives(gathers, parameters)
+        every += step_collectives(parameters, self.mesh)
+        root = self.trace.calls[0]
+        region = self.trace.region("")
+        inputs = {n: self._layout("", region.inputs[n].inner, v) for n, v in root.inputs.items()}
+        assert root.outputs[0] is not None
+        output = self._layout("", region.outputs[0].inner, root.outputs[0])
+        return Program(self.mesh, self.plan, self.batch, self.seq, self.micro, dtype, parameters, regions, gathers,
+                       edges, tuple(every), inputs, output, self.model)
+
+    def _layout(self, path: str, spec: TensorSpec, value: Value, table: str = "compute") -> Layout:
+        """Layout of a tensor inside a region."""
+        dims = tuple(
+            Dim(names, size, self.axes(table, names[0]) if names != ("_",) else ())
+            for names, size in zip(spec.dims, value.shape, strict=True)
+        )
+        partial = frozenset(a for n in spec.sums for a in self.axes("compute", n))
+        live = frozenset() if spec.whole or spec.kind != "float" else self.live[path]
+        return Layout(self.mesh, value.dtype, dims, partial, live)
+
+    def _parameter(self, name: str) -> Parameter:
+        uses = [use for use in self.trace.uses if use.parameter == name]
+        value, first = self.trace.parameters[name], uses[0]
+        spec = TensorSpec(first.spec.dims)
+        live = frozenset().union(*(self.live[use.region] for use in uses))
+        layouts: dict[str, Any] = {
+            table: replace(self._layout(first.region, spec, value, table), live=live)
+            for table in ("compute", "storage", "gradients", "optimizer")
+        }
+        master = value.dtype if ITEMSIZE[value.dtype] >= 4 else "float32"
+        matrix = len(value.shape) >= 2 and "bias" not in name.rsplit(".", 1)[-1]
+        return Parameter(
+            name, str(spec), self.decay == "all" or matrix, layouts["compute"], layouts["storage"],
+            replace(layouts["gradients"], dtype=master), replace(layouts["optimizer"], dtype=master),
+        )
+
+    def _edge(self, call: Call, tensor: str, kind: str, source: Layout, target: Layout, value: Value,
+              count: int, parameter: str = "") -> Edge | None:
+        try:
+            steps = edge_steps(source, target)
+        except UnsupportedEdge as error:
+            self.checks.add(call.path, f"{tensor}: {error}")
+            return None
+        return Edge(call.path, tensor, kind, source, target, steps, count, value.grad, parameter)
+
+    def _regions(self, parameters: dict[str, Parameter]) -> dict[str, RegionPlan]:
+        plans: dict[str, RegionPlan] = {}
+        for path in self.trace.regions:
+            calls = [call for call in self.trace.calls if call.path == path]
+            if not calls:
+                continue
+            if any((c.inputs, c.outputs) != (calls[0].inputs, calls[0].outputs) for c in calls):
+                self.checks.add(path, "is called with different shapes in one step, which is not supported")
+            plans[path] = self._region(calls[0], len(calls) * self.micro, parameters)
+        return plans
+
+    def _region(self, call: Call, count: int, parameters: dict[str, Parameter]) -> RegionPlan:
+        path, parent, region = call.path, call.parent, self.trace.region(call.path)
+        inputs: dict[str, Edge] = {}
+        outputs: list[Edge | None] = []
+        if parent is not None:
+            for name, value in call.inputs.items():
+                crossing = region.inputs[name]
+                source = self._layout(parent, crossing.outer, value)
+                target = self._layout(path, crossing.inner, value)
+                if edge := self._edge(call, name, "input", source, target, value, count):
+                    inputs[name] = edge
+            for i, (value_, crossing) in enumerate(zip(call.outputs, region.outputs, strict=True)):
+                edge_ = None
+                if value_ is not None:
+                    source = self._layout(path, crossing.inner, value_)
+                    target = self._layout(parent, crossing.outer, value_)
+                    edge_ = self._edge(call, f"output {i}", "output", source, target, value_, count)
+                outputs.append(edge_)
+        uses: dict[str, Edge] = {}
+        for use in self.trace.uses:
+            if use.region == path:
+                value = self.trace.parameters[use.parameter]
+                target = self._layout(path, use.spec, value)
+                source = parameters[use.parameter].gathered
+                edge_ = self._edge(call, use.local, "parameter", source, target, value, count, use.parameter)
+                if edge_ is not None:
+                    uses[use.local] = edge_
+        sizes = self.trace.sizes[path]
+        indices, reducers = {}, {}
+        for name, crossing in region.inputs.items():
+            (dim,) = crossing.inner.names if crossing.inner.kind in ("index", "reduce") else ("",)
+            if crossing.inner.kind == "index":
+                indices[name] = (dim, sizes[dim], self.axes("compute", dim))
+            elif crossing.inner.kind == "reduce":
+                reducers[name] = self.axes("compute", dim)
+        return RegionPlan(path, self.trace.units[path], inputs, tuple(outputs), uses, indices, reducers,
+                          self.live[path])
+
+    def _reductions(self) -> list[Collective]:
+        """Exchanges that regions make themselves over the parts of a name."""
+        found = []
+        for call in self.trace.calls:
+            for r in call.reductions:
+                axes = self.axes("compute", r.name)
+                if not axes:
+                    continue
+                numel = 1
+                for size, name in zip(r.shape, r.dims, strict=True):
+                    numel *= size // (self.mesh.product(self.axes("compute", name)) if name != "_" else 1)
+                where = f"{call.path}: {r.op} over {r.name}"
+                found.append(Collective("all_reduce", axes, r.dtype, numel * ITEMSIZE[r.dtype], self.micro,
+                                        "forward", where))
+        return found
+
+    def _gathers(self, parameters: dict[str, Parameter]) -> tuple[Gather, ...]:
+        found: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
+        for use in self.trace.uses:
+            p = parameters[use.parameter]
+            gather = tuple(h.axis for h in reversed(hops(p.gathered, p.storage)))
+            scatter = tuple(h.axis for h in hops(p.gathered, p.gradients))
+            if gather or scatter:
+                names = found.setdefault((self.trace.units[use.region], gather, scatter), [])
+                if use.parameter not in names:
+                    names.append(use.parameter)
+        calls = {path: sum(c.path == path for c in self.trace.calls) for path in self.trace.regions}
+        return tuple(
+            Gather(unit, tuple(names), gather, scatter,
+                   self.plan.regather and bool(gather) and not self.trace.saved[unit].isdisjoint(names),
+                   calls[unit] * self.micro)
+            for (unit, gather, scatter), names in found.items()
+        )

@@ -1,0 +1,300 @@
+"""One run of a model on the meta device: which regions are called, with which shapes, and which parameters they keep.
+
+The Program is made from this record, so it needs no process group, no memory and no guess: an edge exists because a
+region was called, and a parameter is gathered again in backward because its values were saved.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtensor_lm.errors import ModelError, nearest
+from dtensor_lm.region import Region, TensorSpec
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Value:
+    """A tensor that crossed a region's border in the whole model: global shape and dtype."""
+
+    shape: Shape
+    dtype: str
+    grad: bool = True  # whether a gradient flows back through it
+
+
+def value_of(tensor: Tensor) -> Value:
+    return Value(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.requires_grad)
+
+
+@dataclass
+class Reduction:
+    """One exchange over the parts of a name inside a region (`reduce vocab`)."""
+
+    name: str
+    op: str
+    dims: tuple[str, ...]
+    shape: Shape
+    dtype: str
+
+
+@dataclass
+class Call:
+    """One call of a region. `parent` is the path of the enclosing region, None for the model itself."""
+
+    path: str
+    parent: str | None
+    inputs: dict[str, Value] = field(default_factory=dict)
+    outputs: list[Value | None] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A parameter as one region uses it. `local` is its path below the region."""
+
+    region: str
+    local: str
+    parameter: str
+    spec: TensorSpec
+
+
+@dataclass
+class Trace:
+    regions: dict[str, nn.Module]
+    calls: list[Call]
+    uses: list[Use]
+    parameters: dict[str, Value]
+    sizes: dict[str, dict[str, int]]
+    parents: dict[str, str | None]
+    units: dict[str, str]  # region -> the unit (a maximal region below the model, or '' itself) it belongs to
+    saved: dict[str, frozenset[str]]  # unit -> parameters whose values backward asks for
+
+    def region(self, path: str) -> Region:
+        return signature(self.regions[path])
+
+
+def signature(module: nn.Module) -> Region:
+    region = module.region
+    assert isinstance(region, Region)
+    return region
+
+
+def is_region(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "region", None), Region)
+
+
+def bind(function: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
+    """A binder of arguments to the names of forward's parameters, defaults included."""
+    target = inspect.signature(function)
+
+    def bound(*args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        arguments = target.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        return arguments
+
+    return bound
+
+
+def factors(module: nn.Module, names: tuple[str, ...], size: int) -> dict[str, int]:
+    """Sizes of the factors of a fused dim: all but one are attributes of the module with the factor's name."""
+    known = {n: v for n in names if isinstance(v := getattr(module, n, None), int)}
+    free = [n for n in names if n not in known]
+    if len(names) == 1:
+        return {names[0]: size}
+    if len(free) > 1:
+        raise ValueError(f"the fused dim ({' '.join(names)}) needs attributes for all but one of {', '.join(free)}")
+    product = 1
+    for value in known.values():
+        product *= value
+    if size % product or (not free and size != product):
+        raise ValueError(f"the fused dim ({' '.join(names)}) of {size} is no multiple of {product}")
+    return {**known, **({free[0]: size // product} if free else {})}
+
+
+class _Tracer:
+    def __init__(self, model: nn.Module) -> None:
+        self.faults: list[str] = []
+        self.regions = {path: m for path, m in model.named_modules() if is_region(m)}
+        if "" not in self.regions:
+            raise ModelError("the model itself must be a region: give its class a `region` with inputs and outputs")
+        self.parents: dict[str, str | None] = {"": None}
+        for path in self.regions:
+            parts = path.split(".")
+            above = (".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1))
+            self.parents.setdefault(path, next((p for p in above if p in self.regions), ""))
+        self.units = {path: self._unit(path) for path in self.regions}
+        self.sizes: dict[str, dict[str, int]] = {path: {} for path in self.regions}
+        self.calls: list[Call] = []
+        self.stack: list[Call] = []
+        names = {id(p): name for name, p in model.named_parameters()}
+        self.parameters = {n: value_of(p) for n, p in model.named_parameters()}
+        self.faults += [f"{n}: frozen parameters are not supported" for n, v in self.parameters.items() if not v.grad]
+        self.storage = {p.untyped_storage()._cdata: n for n, p in model.named_parameters()}
+        self.saved: dict[str, set[str]] = {unit: set() for unit in set(self.units.values())}
+        self.uses: list[Use] = []
+        self._claim(model, names)
+
+    def _unit(self, path: str) -> str:
+        while path and self.parents[path] != "":
+            path = self.parents[path] or ""
+        return path
+
+    def _claim(self, model: nn.Module, names: dict[int, str]) -> None:
+        claimed = set()
+        for path, module in self.regions.items():
+            prefix = f"{path}." if path else ""
+            below = dict(module.named_parameters(remove_duplicate=False))
+            for local, spec in signature(module).params.items():
+                if local not in below:
+                    self.faults.append(f"{prefix}{local}: the region names a parameter that does not exist"
+                                       + nearest(local, below))
+                    continue
+                claimed.add(prefix + local)
+                parameter = below[local]
+                self.learn(path, spec, tuple(parameter.shape), prefix + local)
+                self.uses.append(Use(path, local, names[id(parameter)], spec))
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            if name not in claimed:
+                owner = next(p for p in _above(name) if p in self.regions)
+                local = name[len(owner) + 1:] if owner else name
+                self.faults.append(f"{name}: no region names its dims; add {local!r} to params of the region of "
+                                   f"{type(self.regions[owner]).__name__} ({owner or 'the model'})")
+
+    def learn(self, path: str, spec: TensorSpec, shape: Shape, what: str) -> None:
+        """Takes the sizes of names from a tensor, or notes how it contradicts its signature."""
+        if len(spec.dims) != len(shape):
+            self.faults.append(f"{what}: signature '{spec}' has {len(spec.dims)} dims, the tensor {list(shape)}")
+            return
+        for names, size in zip(spec.dims, shape, strict=True):
+            try:
+                found = factors(self.regions[path], names, size) if names != ("_",) else {}
+            except ValueError as error:
+                self.faults.append(f"{what}: {error}")
+                continue
+            for name, value in found.items():
+                known = self.sizes[path].setdefault(name, value)
+                if known != value:
+                    self.faults.append(f"{what}: {name} has size {value} here and {known} elsewhere in the region")
+
+    def run(self, model: nn.Module, arguments: Mapping[str, Tensor]) -> None:
+        handles = []
+        for path, module in self.regions.items():
+            handles.append(module.register_forward_pre_hook(self._enter(path, module), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave(path), with_kwargs=True))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t), torch.enable_grad():
+                model(**arguments)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        name = self.storage.get(tensor.untyped_storage()._cdata)
+        if name is not None and self.stack:
+            self.saved[self.units[self.stack[-1].path]].add(name)
+        return tensor
+
+    def _enter(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        region, binder = signature(module), bind(module.forward)
+
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            call = Call(path, self.parents[path])
+            self.calls.append(call)
+            arguments = binder(*args, **kwargs)
+            for name, value in list(arguments.arguments.items()):
+                crossing = region.inputs.get(name)
+                if crossing is None:
+                    if isinstance(value, Tensor):
+                        self.faults.append(f"{path or 'the model'}: input {name} is a tensor without a signature")
+                elif crossing.inner.kind == "reduce":
+                    arguments.arguments[name] = _Recorder(call, crossing.inner.names[0])
+                elif isinstance(value, Tensor):
+                    self._tensor(call, name, value, crossing.inner, crossing.outer)
+                    call.inputs[name] = value_of(value)
+            self.stack.append(call)
+            return arguments.args, arguments.kwargs
+
+        return hook
+
+    def _tensor(self, call: Call, name: str, value: Tensor, inner: TensorSpec, outer: TensorSpec) -> None:
+        what = f"{call.path or 'the model'}: {name}"
+        if value.is_floating_point() != (inner.kind == "float"):
+            self.faults.append(f"{what} is {dtype_name(value.dtype)} but its signature says '{inner}'")
+        self.learn(call.path, inner, tuple(value.shape), what)
+        if call.parent is not None:
+            self.learn(call.parent, outer, tuple(value.shape), what)
+
+    def _leave(self, path: str) -> Callable[..., Any]:
+        region = signature(self.regions[path])
+
+        def hook(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            call = self.stack.pop()
+            values = [out] if region.single else list(out)
+            if len(values) != len(region.outputs):
+                self.faults.append(f"{path}: {len(values)} outputs, {len(region.outputs)} in the signature")
+                return
+            for i, (value, crossing) in enumerate(zip(values, region.outputs, strict=True)):
+                if isinstance(value, Tensor):
+                    self._tensor(call, f"output {i}", value, crossing.inner, crossing.outer)
+                    call.outputs.append(value_of(value))
+                else:
+                    call.outputs.append(None)
+
+        return hook
+
+
+class _Recorder:
+    """Stands for the parts of a name during the trace: notes what is exchanged."""
+
+    def __init__(self, call: Call, name: str) -> None:
+        self.call, self.name = call, name
+
+    def _note(self, op: str, x: Tensor, dims: str) -> Tensor:
+        self.call.reductions.append(
+            Reduction(self.name, op, tuple(dims.split()), tuple(x.shape), dtype_name(x.dtype))
+        )
+        return x
+
+    def sum(self, x: Tensor, dims: str) -> Tensor:
+        return self._note("sum", x, dims)
+
+    def max(self, x: Tensor, dims: str) -> Tensor:
+        return self._note("max", x, dims)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _above(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1)]
+
+
+def trace(model: nn.Module, sizes: Mapping[str, int]) -> Trace:
+    """Runs `model` (on the meta device) once with integer inputs of the given sizes of names.
+
+    Raises `ModelError` with everything that contradicts the signatures.
+    """
+    if any(not p.is_meta for p in model.parameters()):
+        raise ModelError("the model must be on the meta device: build it inside dtensor_lm.abstract(lambda: ...)")
+    tracer = _Tracer(model)
+    if not tracer.faults:
+        arguments = {
+            name: torch.empty([sizes[n] for n in crossing.inner.names], dtype=torch.int64, device="meta")
+            for name, crossing in signature(model).inputs.items()
+            if crossing.inner.kind == "int"
+        }
+        tracer.run(model, arguments)
+    if tracer.faults:
+        raise ModelError("the model contradicts its signatures:", list(dict.fromkeys(tracer.faults)))
+    saved = {unit: frozenset(names) for unit, names in tracer.saved.items()}
+    return Trace(tracer.regions, tracer.calls, tracer.uses, tracer.parameters, tracer.sizes, tracer.parents,
+                 tracer.units, saved)

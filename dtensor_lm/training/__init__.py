@@ -1,0 +1,1 @@
+"""Run a Program: the pure step, optimizers on planned layouts, the loop."""

@@ -1,0 +1,223 @@
+"""The training step: a pure function `state, metrics = step(state, batch)` whose old state is donated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor_lm import process_groups
+from dtensor_lm.collectives import all_reduce, group_of
+from dtensor_lm.initial_values import draw, recipes
+from dtensor_lm.ops.cross_entropy import IGNORE
+from dtensor_lm.partition import partition
+from dtensor_lm.rounds import BoundRound
+from dtensor_lm.sharding_plans.predict import STATISTICS, reduction_rounds, update_rounds
+from dtensor_lm.sharding_plans.program import Parameter, Program
+from dtensor_lm.state import TrainState, local, locals_of, narrow, take, wrap
+from dtensor_lm.training.optimizer import Group, Optimizer
+from dtensor_lm.training.schedule import Schedule
+
+BlockMaker = Callable[[Parameter, str, torch.dtype], Tensor]  # (parameter, table, dtype) -> this rank's block
+Batch = Sequence[Mapping[str, Tensor]]  # one mapping of this rank's integer inputs per micro-batch
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Of one step, the same on every rank. loss: per unmasked token; grad_norm: before clipping; tokens: unmasked."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    lr: float
+
+
+class TrainStep:
+    """A Program bound to this rank, with an optimizer. Made by `train_step`."""
+
+    def __init__(
+        self, program: Program, optimizer: Optimizer, lr: float, schedule: Schedule | None, clip_norm: float,
+        device: torch.device,
+    ) -> None:
+        self.program, self.optimizer, self.lr, self.schedule = program, optimizer, lr, schedule
+        self.clip_norm, self.device = clip_norm, device
+        process_groups.start(device)
+        self.module = partition(program, program.model, device)
+        rank = dist.get_rank()
+        scatter, reduce = reduction_rounds(program.parameters)
+        self.scatter = [BoundRound(r, program.mesh, rank) for r in scatter]
+        self.reduce = [BoundRound(r, program.mesh, rank) for r in reduce]
+        self.update = [BoundRound(r, program.mesh, rank) for r in update_rounds(program.parameters)]
+        self.world = group_of(program.mesh, program.mesh.active) if program.mesh.active else None
+        self.master_dtype = getattr(torch, program.master_dtype)
+        self.dtype = getattr(torch, program.dtype)
+        # The loss and the token count are held in as many copies as there are ranks that do not cut them.
+        self.loss_copies = program.mesh.size // program.mesh.product(program.output.partial)
+        labels = program.inputs["labels"]
+        self.label_copies = labels.copies
+
+    # State
+
+    def init(self, seed: int = 0) -> TrainState:
+        """The initial state: values are a function of (seed, name, global index), each rank draws its own block.
+
+        Raises `ModelError` for initialisers that cannot be reproduced on a shard.
+        """
+        known = recipes(self.program.model)
+        place = self.program.mesh.coordinate(dist.get_rank())
+
+        def block(p: Parameter, table: str, dtype: torch.dtype) -> Tensor:
+            layout = getattr(p, table)
+            return draw(known[p.name], p.name, seed, layout.shape, layout.box(place), dtype, self.device)
+
+        return self._state(block)
+
+    def load(self, values: Mapping[str, Tensor], step: int = 0) -> TrainState:
+        """A state from whole tensors (on every rank) instead of initialisers."""
+
+        def block(p: Parameter, table: str, dtype: torch.dtype) -> Tensor:
+            return take(values[p.name].to(self.device, dtype), getattr(p, table))
+
+        state = self._state(block)
+        state._step = step
+        return state
+
+    def _state(self, block: BlockMaker) -> TrainState:
+        parameters, optimizer = {}, {slot: {} for slot in self.optimizer.slots}
+        if self.dtype != self.master_dtype:
+            optimizer["master"] = {}
+        for name, p in self.program.parameters.items():
+            parameters[name] = wrap(block(p, "storage", self.dtype), p.storage)
+            shape = p.optimizer.local_shape(self.program.mesh.coordinate(dist.get_rank()))
+            for slot in self.optimizer.slots:
+                zeros = torch.zeros(shape, dtype=self.master_dtype, device=self.device)
+                optimizer[slot][name] = wrap(zeros, p.optimizer)
+            if "master" in optimizer:
+                optimizer["master"][name] = wrap(block(p, "optimizer", self.master_dtype), p.optimizer)
+        return TrainState(parameters, optimizer)
+
+    # One step
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One optimizer step over all micro-batches. `batch` is this rank's part; `state` is donated."""
+        if len(batch) != self.program.micro_batches:
+            raise ValueError(f"{len(batch)} micro-batches, but the Program was made for {self.program.micro_batches}")
+        lr = self.lr * (self.schedule(state.step) if self.schedule else 1.0)
+        grads, loss, tokens, norm = self.gradients(state, batch)
+        count = max(tokens, 1)
+        scale = 1.0 / count
+        if self.clip_norm:
+            scale *= min(1.0, self.clip_norm / (norm + 1e-6))
+        state = state.donate()
+        self._apply(state, grads, scale, lr)
+        return state, Metrics(loss, norm, tokens, lr)
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[dict[str, Tensor], float, int, float]:
+        """(sums of gradients over tokens, in the optimizer's layout; mean loss; tokens; norm of the mean gradient)."""
+        values = locals_of(state.parameters)
+        leaves = {name: self._leaf(values[name], p) for name, p in self.program.parameters.items()}
+        self.module.train()
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+        for inputs in batch:
+            out = self.module(leaves, values, **inputs)
+            out.backward()
+            loss += out.detach()
+            tokens += (inputs["labels"] != IGNORE).sum()
+        grads = {}
+        for name, leaf in leaves.items():
+            grads[name] = torch.zeros_like(leaf, dtype=self.master_dtype) if leaf.grad is None else leaf.grad
+            leaf.grad = None
+        with torch.no_grad():
+            for r in self.scatter:
+                grads.update(r.scatter(grads))
+            for r in self.reduce:
+                grads.update(r.reduce(grads))
+            squares = torch.stack([
+                g.double().square().sum() / self.program.parameters[n].optimizer.copies for n, g in grads.items()
+            ]).sum()  # fmt: skip
+            statistics = torch.stack([squares, loss / self.loss_copies, tokens / self.label_copies])
+            assert len(statistics) == STATISTICS
+            if self.world is not None:
+                statistics = all_reduce(statistics, self.world)
+        square, total, count = statistics.tolist()
+        count = round(count)
+        return grads, total / max(count, 1), count, math.sqrt(square) / max(count, 1) if square >= 0 else math.nan
+
+    def _leaf(self, value: Tensor, p: Parameter) -> Tensor:
+        """What autograd accumulates into: aliases the value in the layout of gradients."""
+        if len(p.gradients.cut) < len(p.storage.cut):
+            # Gradients are less cut than storage: no tensor of that shape exists, and none is needed for its .grad.
+            shape = p.gradients.local_shape(self.program.mesh.coordinate(dist.get_rank()))
+            leaf = value.new_empty(()).expand(shape)
+        else:
+            leaf = narrow(value.detach(), p.storage, p.gradients)
+        leaf.requires_grad_()
+        if leaf.dtype != self.master_dtype:
+            leaf.grad_dtype = self.master_dtype  # type: ignore[attr-defined]
+        return leaf
+
+    @torch.no_grad()
+    def _apply(self, state: TrainState, grads: dict[str, Tensor], scale: float, lr: float) -> None:
+        """Updates masters (or parameters themselves) in place, then parameters from them."""
+        program = self.program
+        masters = {}
+        for name, p in program.parameters.items():
+            if "master" in state.optimizer:
+                masters[name] = local(state.optimizer["master"][name])
+            else:
+                masters[name] = narrow(local(state.parameters[name]), p.storage, p.optimizer)
+        used = [n for n, g in grads.items() if g.numel()]
+        if used:
+            torch._foreach_mul_([grads[n] for n in used], scale)
+        for decay in (True, False):
+            names = [n for n in used if program.parameters[n].decay == decay]
+            slots = {s: [local(state.optimizer[s][n]) for n in names] for s in self.optimizer.slots}
+            group = Group(decay, [masters[n] for n in names], [grads[n] for n in names], slots)
+            self.optimizer.update(group, state.step, lr)
+        updated = {n: m.to(self.dtype) for n, m in masters.items()}
+        for r in self.update:
+            updated.update(r.gather(updated))
+        for name, x in updated.items():
+            parameter = local(state.parameters[name])
+            if x.data_ptr() != parameter.data_ptr() or x.shape != parameter.shape:
+                parameter.copy_(x)
+
+    # Evaluation
+
+    @torch.no_grad()
+    def evaluate(self, state: TrainState, batches: Iterable[Mapping[str, Tensor]]) -> float:
+        """Mean loss per unmasked token over this rank's parts of all batches; the state is not changed."""
+        values = locals_of(state.parameters)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.module.eval()
+        for inputs in batches:
+            out = self.module(values, values, **inputs).double() / self.loss_copies
+            totals += torch.stack([out, (inputs["labels"] != IGNORE).sum().double() / self.label_copies])
+        self.module.train()
+        if self.world is not None:
+            totals = all_reduce(totals, self.world)
+        loss, count = totals.tolist()
+        return loss / max(round(count), 1)
+
+
+def train_step(
+    program: Program,
+    optimizer: Optimizer,
+    *,
+    schedule: Schedule | None = None,
+    clip_norm: float = 0.0,
+    device: str | torch.device = "auto",
+) -> TrainStep:
+    """The step of a Program: `state = step.init(seed)`, then `state, metrics = step(state, batch)`.
+
+    clip_norm: largest norm of the gradient over the whole model, 0 for no clipping.
+    Needs one process per rank of the mesh; a mesh of one rank needs no launcher.
+    """
+    where = device if isinstance(device, torch.device) else process_groups.device(device)
+    lr: float = optimizer.lr  # type: ignore[attr-defined]
+    return TrainStep(program, optimizer, lr, schedule, clip_norm, where)
