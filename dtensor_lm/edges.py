@@ -107,7 +107,8 @@ def edge_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     def change(axis: str, after: str, dim: int | None = None, other: int | None = None) -> None:
         key = (state[axis], after)
         if key not in TABLE:
-            raise UnsupportedEdge(f"no edge {state[axis]}>{after} on axis {axis} from {source} to {target}")
+            raise UnsupportedEdge(f"axis {axis} cuts it before ({source}) and would hold addends after ({target}); no edge does "
+                                  f"{state[axis]}>{after}: make it whole on {axis} on one side")
         small = numel()
         if after == "S" and dim is not None and state[axis] != "S":
             have[dim].append(axis)

@@ -142,7 +142,7 @@ def _check_given(given: Mapping[str, str], world: int, mesh_text: str) -> None:
         raise ConfigError("the processes do not fit the mesh", faults)
 
 
-def _threads() -> int:
+def rank_threads() -> int:
     """OMP_NUM_THREADS, which may be a list with one number per level of nesting."""
     return int(os.environ["OMP_NUM_THREADS"].partition(",")[0])
 
@@ -154,7 +154,7 @@ def _exit_code(result: int | None) -> int:
 def _launch_here(fn: Callable[[Any], int | None], argument: Any, world: int, json: bool) -> int:
     check_importable(fn)
     prepare_environment(world)
-    start_forkserver(_threads())  # it loads torch while this process does the same
+    start_forkserver(rank_threads())  # it loads torch while this process does the same
 
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -232,7 +232,7 @@ def _run_rank(fn: Callable[[Any], int | None], argument: Any, folder: str, write
 
     import torch
 
-    torch.set_num_threads(_threads())
+    torch.set_num_threads(rank_threads())
     try:
         result = fn(argument)
         if torch.distributed.is_initialized():

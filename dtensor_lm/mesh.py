@@ -70,13 +70,16 @@ class Mesh:
         return math.prod(self[axis] for axis in axes)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Place of a rank on every axis."""
+        """Place of a rank on every axis. Raises `MeshError` for a rank that the mesh does not have."""
+        if not 0 <= rank < self.size:
+            raise MeshError(f"rank {rank} is not on mesh {str(self) or '(one process)'}, which has ranks 0 to {self.size - 1}")
         place = {}
         for name in reversed(self._sizes):
             rank, place[name] = divmod(rank, self._sizes[name])
         return place
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at a place; 0 on axes that are not named."""
         rank = 0
         for name, size in self._sizes.items():
             rank = rank * size + coordinate.get(name, 0)
@@ -101,9 +104,12 @@ class Mesh:
     def check_world(self, world: int) -> None:
         """Raises `MeshError` unless the mesh has exactly as many ranks as there are processes."""
         if self.size != world:
+            ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+            started = "1 process was" if world == 1 else f"{world} processes were"
+            need = "1 process" if self.size == 1 else f"{self.size} processes"
             raise MeshError(
-                f"mesh {self or '(one process)'} has {self.size} ranks but {world} processes were started: "
-                f"start {self.size} processes, or choose axes whose product is {world}"
+                f"mesh {str(self) or '(one process)'} has {ranks} but {started} started: start {need}, or choose axes "
+                f"whose product is {world}"
             )
 
     def __iter__(self) -> Iterator[str]:
@@ -128,5 +134,5 @@ def _faults(pairs: Iterable[tuple[str, int]]) -> list[str]:
         if not _NAME.match(name):
             faults.append(f"axis name {name!r}: use lower-case letters, digits and _, such as dp or tp")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            faults.append(f"axis {name} has size {size}: a size is a whole number of at least 1 (nothing is filled in)")
+            faults.append(f"axis {name} has size {size!r}: a size is a whole number of at least 1 (nothing is filled in)")
     return faults

@@ -55,6 +55,8 @@ class TensorSpec:
             if equals:
                 whole = True
             elif fused is not None:
+                if not fused.strip():
+                    raise ValueError("a fused dim without names")
                 dims.append(tuple(fused.split()))
             elif name.startswith("+"):
                 sums.append(name[1:])
@@ -63,6 +65,8 @@ class TensorSpec:
         names = [name for dim in dims for name in dim if name != "_"]
         if len(set(names)) < len(names):
             raise ValueError("a name stands twice in one tensor")
+        if len(set(sums)) < len(sums):
+            raise ValueError("a name is summed over twice")
         if set(names) & set(sums):
             raise ValueError("a name is both a dim and summed over")
         if kind in ("index", "reduce") and len(names) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -99,6 +100,18 @@ def local(tensor: DTensor) -> Tensor:
 
 def locals_of(tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:
     return {name: tensor._local_tensor for name, tensor in tensors.items()}
+
+
+def whole(tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:
+    """The whole tensors, on every rank; every rank calls it."""
+    # torch warns that two axes on one dim are gathered in two collectives; that is meant.
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return {name: tensor.full_tensor() for name, tensor in tensors.items()}
+    finally:
+        logger.setLevel(level)
 
 
 def take(whole: Tensor, layout: Layout) -> Tensor:

@@ -249,7 +249,10 @@ _CONFIGS = st.builds(
     json=st.booleans(),
     steps=st.integers(0, 10**9), data=st.none() | _text(), run_dir=st.none() | _text(),
     device=st.sampled_from(["auto", "cpu", "cuda"]),
-    optimizer=st.builds(OptimizerConfig, lr=_numbers(5e-324, 1e308), beta1=_numbers(0, 1)),
+    optimizer=st.builds(
+        OptimizerConfig, lr=_numbers(5e-324, 1e308), beta1=_numbers(0, 1),
+        decay=st.sampled_from(["matrices", "all"])
+    ),
     schedule=st.builds(ScheduleConfig, kind=st.sampled_from(["cosine", "wsd"])),
     evaluation=st.builds(EvaluationConfig, every=st.integers(0, 99), sequences=st.integers(1, 99)),
     sample=st.builds(SampleConfig, prompt=_text(), temperature=_numbers(0, 9)), progress=st.booleans(),

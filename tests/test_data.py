@@ -150,18 +150,31 @@ def test_sizes_must_be_positive() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 10, 16])
-@pytest.mark.parametrize(("sequences", "counted"), [(10, 10), (7, 7), (None, 20), (99, 20)])
+@pytest.mark.parametrize(
+    ("sequences", "windows"),
+    [
+        (1, [0]),
+        (3, [0, 6, 13]),
+        (7, [0, 2, 5, 8, 11, 14, 17]),
+        (10, list(range(0, 20, 2))),
+        (None, list(range(20))),
+        (99, list(range(20))),
+    ],
+)
 def test_each_sequence_counts_once_whatever_the_batch(
-    batch: int, sequences: int | None, counted: int
+    batch: int, sequences: int | None, windows: list[int]
 ) -> None:
+    counted = len(windows)
     documents = Counting(205)
     assert validation_windows(documents, seq=10, limit=sequences) == counted
     batches = evaluation_batches(documents, batch=batch, seq=10, sequences=sequences)
     assert len(batches) == -(-counted // batch)
     pairs = [batches.rows(i, range(batch)) for i in range(len(batches))]
-    assert documents.reads == [(w * 10, w * 10 + 11) for w in range(counted)]
+    assert documents.reads == [(w * 10, w * 10 + 11) for w in windows]
     tokens, labels = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    assert np.array_equal(labels[:counted].reshape(-1), np.arange(1, counted * 10 + 1) % 251)
+    expected = np.add.outer(np.array(windows) * 10, np.arange(1, 11)) % 251
+    assert np.array_equal(labels[:counted], expected)
+    assert np.array_equal(tokens[:counted], (expected - 1) % 251)
     assert (labels[counted:] == -100).all() and (tokens[counted:] == 0).all()
     last = len(batches) - 1
     assert np.array_equal(batches.rows(last, [batch - 1])[1], pairs[last][1][-1:])

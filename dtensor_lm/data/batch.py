@@ -75,8 +75,9 @@ class Batches:
 
 
 class EvaluationBatches:
-    """The first `sequences` windows in the order of the text, each exactly once; `len()` counts the batches.
+    """`sequences` windows spread evenly over the text, each exactly once; `len()` counts the batches.
 
+    Sequence i is window i * windows // sequences: the first ones would be the files whose names sort first.
     The rows of the last batch past the last sequence are padding: tokens 0, labels -100. So the mean loss
     over all labels that count is the same for every batch size.
     """
@@ -84,6 +85,7 @@ class EvaluationBatches:
     def __init__(self, documents: Tokens, *, batch: int, seq: int, sequences: int | None) -> None:
         _check_sizes(batch=batch, seq=seq)
         self.documents, self.batch, self.seq = documents, batch, seq
+        self.windows = _count_windows(documents, seq)
         self.sequences = validation_windows(documents, seq=seq, limit=sequences)
 
     def __len__(self) -> int:
@@ -96,14 +98,15 @@ class EvaluationBatches:
         """
         if not 0 <= i < len(self):
             raise IndexError(f"batch {i}: there are {len(self)} batches")
-        windows = _checked(rows, self.batch) + i * self.batch
-        return _stack(self.documents, [w if w < self.sequences else None for w in windows.tolist()], self.seq)
+        places = (_checked(rows, self.batch) + i * self.batch).tolist()
+        windows = [p * self.windows // self.sequences if p < self.sequences else None for p in places]
+        return _stack(self.documents, windows, self.seq)
 
 
 def evaluation_batches(
     documents: Tokens, *, batch: int, seq: int, sequences: int | None
 ) -> EvaluationBatches:
-    """Batches for an evaluation on at most `sequences` windows (None: all); raises DataError as `Batches`."""
+    """Batches of at most `sequences` windows, spread evenly (None: all); raises DataError as `Batches`."""
     return EvaluationBatches(documents, batch=batch, seq=seq, sequences=sequences)
 
 

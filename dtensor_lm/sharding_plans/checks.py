@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
 from dtensor_lm.errors import PlanError, nearest
 from dtensor_lm.mesh import Mesh
@@ -20,7 +21,7 @@ def generic(path: str) -> str:
 
 
 class Checks:
-    """Collects faults; equal ones of repeated layers become one."""
+    """Collects faults; the same fault at several paths, repeated layers above all, is shown once."""
 
     def __init__(
         self,
@@ -34,16 +35,22 @@ class Checks:
     ) -> None:
         self.trace, self.plan, self.mesh, self.names = record, plan, mesh, names
         self.batch, self.seq, self.micro = batch, seq, micro
-        self.faults: dict[str, None] = {}
+        self.faults: dict[str, dict[str, str]] = {}  # text -> path -> more, said where there is one path only
         self.known = frozenset(n for _, every in names.values() for n in every)
+        self.stored = frozenset(n for use in record.uses for n in use.spec.names)
 
-    def add(self, path: str, text: str) -> None:
-        where = generic(path)
-        self.faults[f"{where}: {text}" if where else text] = None
+    def add(self, path: str, text: str, more: str = "") -> None:
+        self.faults.setdefault(text, {}).setdefault(generic(path), more)
 
     def raise_faults(self) -> None:
-        if self.faults:
-            raise PlanError(f"the plan does not fit this model on mesh {self.mesh or '(one process)'}:", [*self.faults])
+        faults = []
+        for text, places in self.faults.items():
+            paths = [path for path in places if path]
+            where = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+            more = next(iter(places.values())) if len(places) == 1 else ""
+            faults.append((f"{where}: " if where else "") + text + more)
+        if faults:
+            raise PlanError(f"the plan does not fit this model on mesh {str(self.mesh) or '(one process)'}:", faults)
 
     def axes(self, table: str, name: str) -> tuple[str, ...]:
         return tuple(axis for axis in self.plan.axes(table, name) if self.mesh[axis] > 1)
@@ -53,18 +60,24 @@ class Checks:
         self._idle_axes()
         self._prefixes()
         self._divisible()
-        self._regions()
-        self._tensors()
+        fused = self._fused()
+        self._regions(fused)
+        self._two_dims()
 
     def _unknown_names(self) -> None:
-        for name in sorted(self.plan.names - self.known - self.plan.optional):
+        for name in sorted(self.plan.names - self.plan.optional):
             tables = [table for table in TABLES if name in getattr(self.plan, table)]
-            self.add("", f"{'/'.join(tables)}: the model has no dimension called {name!r}{nearest(name, self.known)}; "
-                         f"it has {', '.join(sorted(self.known))}")
+            if name not in self.known:
+                self.add("", f"{'/'.join(tables)}: the model has no dimension called {name!r}"
+                             f"{nearest(name, self.known)}; it has {', '.join(sorted(self.known))}")
+            elif name not in self.stored and tables != ["compute"]:
+                self.add("", f"{'/'.join(t for t in tables if t != 'compute')}: no parameter has the dimension "
+                             f"{name!r}; parameters have {', '.join(sorted(self.stored))}")
 
     def _idle_axes(self) -> None:
         planned = {axis for table in TABLES for name in self.plan.names for axis in self.plan.axes(table, name)}
-        used = {axis for table in TABLES for name in self.known for axis in self.axes(table, name)}
+        used = {axis for table in TABLES for name in (self.known if table == "compute" else self.stored)
+                for axis in self.axes(table, name)}
         for axis in self.mesh.active:
             if axis not in used:
                 self.add("", f"axis {axis}={self.mesh[axis]} shards nothing{nearest(axis, planned - {axis})}: "
@@ -72,55 +85,124 @@ class Checks:
                              f"{', '.join(sorted(planned)) or 'no axis'})")
 
     def _prefixes(self) -> None:
-        rules = (("storage", "compute"), ("gradients", "compute"), ("optimizer", "storage"), ("optimizer", "gradients"))
         for name in sorted(self.plan.names & self.known):
-            for table, before in rules:
-                long, short = self.axes(table, name), self.axes(before, name)
-                if long[: len(short)] != short:
-                    repaired = short + tuple(axis for axis in long if axis not in short)
-                    self.add("", f"{table}: {name} -> ({', '.join(long)}) must begin with its axes in {before}, "
-                                 f"({', '.join(short)}): write ({', '.join(repaired)})")
+            rows = {table: self.axes(table, name) for table in TABLES}
+            for table, befores in (("storage", ["compute"]), ("gradients", ["compute"]),
+                                   ("optimizer", ["storage", "gradients"])):
+                broken = [b for b in befores if rows[table][: len(rows[b])] != rows[b]]
+                if not broken:
+                    continue
+                first, *others = sorted((rows[b] for b in befores), key=len, reverse=True)
+                if any(first[: len(other)] != other for other in others):
+                    self.add("", f"{name} -> {_show(rows['storage'])} in storage and {_show(rows['gradients'])} in "
+                                 f"gradients: one must begin with the other, since optimizer begins with both")
+                    continue
+                repaired = first + tuple(axis for axis in rows[table] if axis not in first)
+                said = " and ".join(f"{b}, {_show(rows[b])}" for b in broken[:1])
+                self.add("", f"{table}: {name} -> {_show(rows[table])} must begin with its axes in {said}: "
+                             f"write {_show(repaired)}")
 
     def _divisible(self) -> None:
-        seen = set()
+        """Compute cuts are even. A dim that has one name outside of an inner region and one inside is one fault."""
+        outer = self._outer_names()
+        found: dict[tuple[str, int, tuple[str, ...]], dict[str, str]] = {}
         for path, sizes in self.trace.sizes.items():
             for name, size in sizes.items():
                 axes = self.axes("compute", name)
-                parts = self.mesh.product(axes)
-                if parts == 1 or size % parts == 0 or (name, size) in seen:
-                    continue
-                seen.add((name, size))
-                where = f"{'.'.join(axes)}={parts}" if len(axes) == 1 else f"({', '.join(axes)}) of {parts} in all"
-                if name == "batch":
-                    unit = parts * self.micro
-                    self.add("", f"batch: {self.batch} sequences in {self.micro} micro-batches do not divide over {where}"
-                                 f": use {_around(self.batch, unit)} (a multiple of {unit})")
-                elif name in SEQUENCE:
-                    self.add("", f"{name}: a sequence of {size} does not divide over {where}: "
-                                 f"use a length of {_around(size, parts)}")
-                else:
-                    works = [str(d) for d in range(1, size + 1) if size % d == 0 and d <= 2 * parts]
-                    hint = " or leave kv heads whole: kv_heads and core_kv_heads -> ()" if "kv" in name else ""
-                    self.add(path, f"{name}: {size} does not divide over {where}: {name} of {_around(size, parts)} works,"
-                                   f" or {'.'.join(axes)} of {', '.join(works)}{hint}")
+                if size % self.mesh.product(axes):
+                    first = outer.get(name, name)
+                    key = (first if self.axes("compute", first) == axes else name, size, axes)
+                    found.setdefault(key, {}).setdefault(name, path)
+        for (_, size, axes), places in found.items():
+            names, path = list(places), next(iter(places.values()))
+            parts = self.mesh.product(axes)
+            where = f"{axes[0]}={parts}" if len(axes) == 1 else f"{_show(axes)} of {parts} in all"
+            what = " and ".join(names)
+            if names == ["batch"]:
+                unit = parts * self.micro
+                split = f" in {self.micro} micro-batches of {size}" if self.micro > 1 else ""
+                self.add("", f"batch: {self.batch} sequences{split} do not divide over {where}: "
+                             f"use a batch of {_around(self.batch, unit)}")
+            elif names[0] in SEQUENCE:
+                self.add("", f"{what}: a sequence of {size} does not divide over {where}: "
+                             f"use a length of {_around(size, parts)}")
+            else:
+                self.add(path, f"{what}: {size} does not divide over {where}{self._paired(path, names)}: "
+                               f"use {names[0]} of {_around(size, parts)}, or {self._sizes(axes, parts)}"
+                               f"{self._whole(names, axes)}")
 
-    def _regions(self) -> None:
+    def _outer_names(self) -> dict[str, str]:
+        """Inner name -> the name of the same dim outside of the region that has it, where they differ."""
+        pairs: dict[str, str] = {}
+        for path in self.trace.regions:
+            region = self.trace.region(path)
+            for crossing in (*region.inputs.values(), *region.outputs):
+                for inner, outer in zip(crossing.inner.dims, crossing.outer.dims, strict=False):
+                    if inner != outer and len(inner) == len(outer) == 1:
+                        pairs.setdefault(inner[0], outer[0])
+        return pairs
+
+    def _paired(self, path: str, names: list[str]) -> str:
+        """Sizes of the names that are cut together with these, such as the query heads of kv heads."""
+        sizes = self.trace.sizes[path]
+        bundles = [cut for cut in self.trace.region(path).cuts if len(cut) > 1 and names[0] in cut]
+        others = sorted({n for cut in bundles for n in cut if n in sizes} - set(names))
+        return f" ({', '.join(f'{n}: {sizes[n]}' for n in others)})" if others else ""
+
+    def _sizes(self, axes: tuple[str, ...], parts: int) -> str:
+        """The sizes of the axes that divide every dim that they cut, around the one that was asked for."""
+        common = math.gcd(*(
+            size * (self.micro if name == "batch" else 1) for sizes in self.trace.sizes.values()
+            for name, size in sizes.items() if self.axes("compute", name) == axes
+        ))
+        works = [str(d) for d in range(1, min(common, 2 * parts) + 1) if common % d == 0]
+        text = " or ".join(filter(None, (", ".join(works[:-1]), works[-1])))
+        return f"{axes[0]} of {text}" if len(axes) == 1 else f"{_show(axes)} of {text} in all"
+
+    def _whole(self, names: list[str], axes: tuple[str, ...]) -> str:
+        """The repair that leaves the names whole, where every region can then still be cut."""
+        for axis in axes:
+            for path, (_, every) in self.names.items():
+                cut = frozenset(n for n in every if axis in self.axes("compute", n))
+                rest = cut - set(names)
+                if rest and rest != cut and rest not in self.trace.region(path).cuts:
+                    return ""
+        return f", or leave it whole: {' and '.join(names)} -> ()"
+
+    def _fused(self) -> frozenset[str]:
+        """Of a fused dim only the first name can be cut. Returns the names that broke this."""
+        broken = set()
+        for path, dims, tables in self._all_dims():
+            for names in (names for names in dims if names != ("_",)):
+                for inner in names[1:]:
+                    table = next((t for t in tables if self.axes(t, inner)), None)
+                    if table:
+                        broken.add(inner)
+                        self.add(path, f"{table}: {inner} -> {_show(self.axes(table, inner))} would cut inside the fused "
+                                       f"dims that it stands in: {inner} -> ()",
+                                 f" (only {names[0]} of ({' '.join(names)}) can be cut)")
+        return frozenset(broken)
+
+    def _regions(self, fused: frozenset[str]) -> None:
         """One axis serves one lawful cut in a region."""
         for path, (_, every) in self.names.items():
             region = self.trace.region(path)
             for axis in self.mesh.active:
-                cut = frozenset(name for name in every if axis in self.axes("compute", name))
+                cut = frozenset(name for name in every if axis in self.axes("compute", name)) - fused
                 if not cut or cut in region.cuts:
                     continue
                 kind = type(self.trace.regions[path]).__name__
                 allowed = ", ".join(sorted("+".join(sorted(c)) for c in region.cuts)) or "nothing"
+                bundles = sorted("+".join(sorted(c)) for c in region.cuts if cut < c)
                 if len(cut) == 1:
                     (name,) = cut
-                    self.add(path, f"{kind} needs {name} whole, but the plan cuts it by axis {axis}; "
-                                   f"it may be cut by: {allowed}")
+                    together = f", or cut {' or '.join(bundles)} together" if bundles else ""
+                    rest = tuple(a for a in self.axes("compute", name) if a != axis)
+                    self.add(path, f"needs {name} whole, but the plan cuts it by axis {axis}: {name} -> {_show(rest)}"
+                                   f"{together}", f" ({kind} may be cut by {allowed})")
                 else:
-                    self.add(path, f"axis {axis} would cut {' and '.join(sorted(cut))} of one {kind}: an axis serves one "
-                                   f"cut in a region; put all but one on other axes (allowed: {allowed})")
+                    self.add(path, f"axis {axis} would cut {' and '.join(sorted(cut))} of one region, and an axis serves "
+                                   f"one cut: take it off all but one", f" ({kind} may be cut by {allowed})")
             for bundle in (cut for cut in region.cuts if len(cut) > 1):
                 self._bundle(path, sorted(bundle))
 
@@ -130,33 +212,42 @@ class Checks:
         shared = frozenset.intersection(*(frozenset(t) for t in tuples.values()))
         heads = {t[: len(shared)] for t in tuples.values()}
         if len(heads) > 1:
-            rows = "; ".join(f"{name} -> ({', '.join(t)})" for name, t in tuples.items())
-            self.add(path, f"{rows}: the axes that both share must come first and in the same order")
+            rows = "; ".join(f"{name} -> {_show(t)}" for name, t in tuples.items())
+            begin = tuple(axis for axis in max(tuples.values(), key=len) if axis in shared)
+            repaired = "; ".join(
+                f"{name} -> {_show(begin + tuple(axis for axis in t if axis not in shared))}"
+                for name, t in tuples.items()
+            )
+            self.add(path, f"{rows}: axes that cut them together come first and in the same order: write {repaired}")
 
-    def _tensors(self) -> None:
+    def _all_dims(self) -> Iterator[tuple[str, tuple[tuple[str, ...], ...], tuple[str, ...]]]:
+        """Path, dims and tables of every tensor."""
         for use in self.trace.uses:
-            path = f"{use.region}.{use.local}" if use.region else use.local
-            self._tensor(path, use.spec.dims, TABLES)
+            yield f"{use.region}.{use.local}" if use.region else use.local, use.spec.dims, TABLES
         for path in self.trace.regions:
             region = self.trace.region(path)
             for name, crossing in region.inputs.items():
-                self._tensor(f"{path}.{name}" if path else name, crossing.inner.dims, ("compute",))
+                yield f"{path}.{name}" if path else name, crossing.inner.dims, ("compute",)
             for crossing in region.outputs:
-                self._tensor(f"{path}.output" if path else "output", crossing.inner.dims, ("compute",))
+                yield f"{path}.output" if path else "output", crossing.inner.dims, ("compute",)
 
-    def _tensor(self, path: str, dims: Iterable[tuple[str, ...]], tables: Iterable[str]) -> None:
-        for table in tables:
-            owner: dict[str, str] = {}
-            for names in dims:
-                for inner in names[1:]:
-                    if inner != "_" and self.axes(table, inner):
-                        self.add(path, f"{table}: {inner} stands inside the fused dim ({' '.join(names)}); only "
-                                       f"{names[0]} can be cut")
-                for axis in self.axes(table, names[0]) if names[0] != "_" else ():
-                    if axis in owner:
-                        self.add(path, f"{table}: axis {axis} would cut two dims of one tensor, {owner[axis]} and "
-                                       f"{names[0]}: leave it on one of them")
-                    owner[axis] = names[0]
+    def _two_dims(self) -> None:
+        """An axis cuts one dim of a tensor at most. (Two dims cut in compute are two cuts of a region.)"""
+        for path, dims, tables in self._all_dims():
+            told: set[tuple[str, str, str]] = set()
+            names = [dim[0] for dim in dims if dim[0] != "_"]
+            for table in tables:
+                for axis in self.mesh.active:
+                    one, *rest = [name for name in names if axis in self.axes(table, name)] or [""]
+                    for other in rest:
+                        if (axis, one, other) not in told and table != "compute":
+                            self.add(path, f"{table}: axis {axis} would cut two dims of one tensor, {one} and {other}: "
+                                           f"take it off one of them")
+                        told.add((axis, one, other))
+
+
+def _show(axes: tuple[str, ...]) -> str:
+    return f"({', '.join(axes)})"
 
 
 def _around(size: int, unit: int) -> str:

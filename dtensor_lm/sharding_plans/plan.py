@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from dtensor_lm.errors import PlanError
+from dtensor_lm.errors import PlanError, nearest
 
 Axes = tuple[str, ...]
 TABLES = ("compute", "storage", "gradients", "optimizer")
+_WORD = re.compile(r"[a-z_][a-z0-9_]*\Z")
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,22 @@ class Plan:
         for table in TABLES:
             rows = {}
             for name, axes in dict(getattr(self, table)).items():
-                row = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, (tuple, list)) else None
-                if row is None or not all(isinstance(axis, str) for axis in row) or not isinstance(name, str):
-                    faults.append(f"{table}: {name!r} -> {axes!r} is not a name and its axes, such as embed: fsdp")
+                row = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, (tuple, list)) else (None,)
+                if not all(isinstance(word, str) and _WORD.match(word) for word in (name, *row)):
+                    faults.append(f"{table}: {name!r} -> {axes!r} is not a name and its axes, such as embed: fsdp, or a "
+                                  f"list of axes, outer to inner, such as embed: [fsdp, dp]")
                 elif len(set(row)) < len(row):
                     faults.append(f"{table}: {name} -> {axes!r} names an axis twice")
                 else:
                     rows[name] = row
             object.__setattr__(self, table, rows)
+        optional = self.optional
+        if not isinstance(optional, (frozenset, set, list, tuple)) or not all(isinstance(name, str) and _WORD.match(name) for name in optional):
+            faults.append(f"optional: {optional!r} is not a list of names")
+        else:
+            object.__setattr__(self, "optional", frozenset(optional))
         if faults:
             raise PlanError("this plan cannot be read:", faults)
-        object.__setattr__(self, "optional", frozenset(self.optional))
 
     def axes(self, table: str, name: str) -> Axes:
         """The axes of a name in a table, with what the table does not say taken from the one it follows."""
@@ -59,7 +66,8 @@ class Plan:
         return frozenset(name for table in TABLES for name in getattr(self, table))
 
     def __or__(self, other: Plan) -> Plan:
-        """Both plans together. Raises `PlanError` where they disagree on a name."""
+        """Both plans together; a name stays optional unless one of them needs it. Raises `PlanError` where they
+        disagree on a name."""
         faults, tables = [], {}
         for table in TABLES:
             mine, theirs = getattr(self, table), getattr(other, table)
@@ -71,7 +79,9 @@ class Plan:
             tables[table] = {**mine, **theirs}
         if faults:
             raise PlanError("these plans cannot be combined:", sorted(faults))
-        return Plan(**tables, optional=self.optional & other.optional, regather=self.regather and other.regather)
+        needed = (self.names - self.optional) | (other.names - other.optional)
+        optional = (self.optional | other.optional) - needed
+        return Plan(**tables, optional=optional, regather=self.regather and other.regather)
 
     def as_dict(self) -> dict[str, object]:
         tables: dict[str, object] = {t: {n: list(a) for n, a in getattr(self, t).items()} for t in TABLES}
@@ -80,24 +90,28 @@ class Plan:
     @classmethod
     def from_dict(cls, data: object, where: str = "plan") -> Plan:
         """Reads what `as_dict` writes, or a hand-written YAML mapping. Raises `PlanError` with every fault."""
-        from dtensor_lm.errors import nearest
-
         known = (*TABLES, "optional", "regather")
         if not isinstance(data, Mapping):
             raise PlanError(f"{where} is not a mapping with {', '.join(TABLES)}")
         faults = [f"unknown table {key!r}{nearest(str(key), known)}" for key in data if key not in known]
-        faults += [f"{t}: expected names and their axes" for t in TABLES if not isinstance(data.get(t) or {}, Mapping)]
-        if not isinstance(data.get("regather", True), bool):
-            faults.append("regather: expected true or false")
-        if not isinstance(data.get("optional") or [], (list, tuple)):
-            faults.append("optional: expected a list of names")
-        if faults:
+        tables: dict[str, Mapping[str, str | Axes]] = {}
+        for table in TABLES:
+            rows = data.get(table)
+            if isinstance(rows, Mapping):
+                tables[table] = rows
+            elif rows is not None:
+                faults.append(f"{table}: {rows!r} is not a mapping from names to their axes")
+        regather, optional = data.get("regather", True), data.get("optional")
+        if not isinstance(regather, bool):
+            faults.append(f"regather: {regather!r} is neither true nor false")
+        plan = None
+        try:
+            plan = cls(**tables, optional=() if optional is None else optional)  # type: ignore[arg-type]
+        except PlanError as error:
+            faults += error.faults
+        if faults or plan is None:
             raise PlanError(f"{where} cannot be read:", faults)
-        return cls(
-            **{t: dict(data.get(t) or {}) for t in TABLES},
-            optional=frozenset(data.get("optional") or ()),
-            regather=data.get("regather", True),
-        )
+        return replace(plan, regather=regather)
 
 
 def _show(axes: Axes) -> str:

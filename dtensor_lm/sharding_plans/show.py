@@ -37,7 +37,7 @@ def table(p: Program) -> str:
     state = p.bytes_per_rank()
     total = sum(prod(x.storage.shape) for x in p.parameters.values())
     lines = [
-        f"{type(p.model).__name__}, {total:,} parameters, on mesh {p.mesh or '(one process)'} ({p.mesh.size} ranks), "
+        f"{type(p.model).__name__}, {total:,} parameters, on mesh {str(p.mesh) or '(one process)'} ({p.mesh.size} ranks), "
         f"{p.dtype}",
         f"batch {p.batch} x {p.seq} tokens in {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}",
         "state per rank: " + ", ".join(f"{name} {bytes_text(n)}" for name, n in state.items()),

@@ -27,7 +27,9 @@ class Optimizer(Protocol):
     @property
     def slots(self) -> tuple[str, ...]: ...
 
-    def update(self, group: Group, step: int, lr: float) -> None: ...
+    def update(self, group: Group, step: int, lr: float) -> None:
+        """step: counted from 1."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class AdamW:
     def update(self, group: Group, step: int, lr: float) -> None:
         if not group.masters:
             return
-        count = [torch.tensor(float(step), device=p.device) for p in group.masters]
+        count = [torch.tensor(step - 1.0, device=p.device) for p in group.masters]  # torch adds the 1 of this step
         torch_adamw(
             group.masters, group.grads, group.slots["exp_avg"], group.slots["exp_avg_sq"], [], count,
             fused=True, amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=lr,

@@ -170,7 +170,9 @@ class TrainStep:
             if "master" in state.optimizer:
                 masters[name] = local(state.optimizer["master"][name])
             else:
-                masters[name] = narrow(local(state.parameters[name]), p.storage, p.optimizer)
+                # torch's fused kernels walk raw memory: a block that is cut along an inner dim must be a copy.
+                masters[name] = narrow(local(state.parameters[name]), p.storage, p.optimizer).contiguous()
+        grads = {n: g.contiguous() for n, g in grads.items()}
         used = [n for n, g in grads.items() if g.numel()]
         if used:
             torch._foreach_mul_([grads[n] for n in used], scale)
@@ -184,7 +186,7 @@ class TrainStep:
             updated.update(r.gather(updated))
         for name, x in updated.items():
             parameter = local(state.parameters[name])
-            if x.data_ptr() != parameter.data_ptr() or x.shape != parameter.shape:
+            if x.data_ptr() != parameter.data_ptr():
                 parameter.copy_(x)
 
     # Evaluation

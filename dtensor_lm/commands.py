@@ -1,0 +1,48 @@
+"""What each rank of `train` and `check` runs, and what is found before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch.distributed as dist
+
+from dtensor_lm import process_groups
+from dtensor_lm.config import CheckConfig, ProgramConfig, TrainConfig
+from dtensor_lm.from_config import program_of
+
+
+def validate(config: ProgramConfig) -> None:
+    """Raises every fault of model, plan, mesh and data that needs no process."""
+    program = program_of(config)
+    if isinstance(config, TrainConfig):
+        from dtensor_lm.training.loop import Data, check_run_dir
+
+        check_run_dir(config.run_dir)
+        Data(config, program)
+
+
+def train(config: TrainConfig) -> int:
+    from dtensor_lm.training.loop import run
+
+    return run(config)
+
+
+def check(config: CheckConfig) -> int:
+    """Compares with one device; prints the report on rank 0. Returns 0 if the mesh is right, else 1."""
+    from dtensor_lm.testing.equivalence import compare
+
+    process_groups.start(process_groups.device("cpu"))
+    program = program_of(config)
+    tolerance = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}[config.dtype]
+    report = compare(program, seed=config.seed, steps=config.steps, tolerance=tolerance)
+    if dist.get_rank() == 0:
+        about = {"model": config.model, "mesh": config.mesh, "plan": config.plan, "zero": config.zero,
+                 "dtype": config.dtype, "batch": program.batch, "seq": program.seq,
+                 "micro_batches": program.micro_batches, "steps": config.steps}  # fmt: skip
+        if config.json:
+            print(json.dumps({**report.as_dict(), **about}))
+        else:
+            print("\n".join(f"{key:24} {value}" for key, value in {**about, **report.as_dict()}.items()))
+        sys.stdout.flush()
+    return 0 if report.ok else 1

@@ -1,0 +1,234 @@
+"""A sharded run against one device: loss, every gradient, the norm, parameters after steps, collectives and bytes.
+
+The reference is plain PyTorch: the unpartitioned model, `torch.autograd.grad`, `torch.nn.utils.clip_grad_norm_` and
+torch's own optimizers. It shares no code with the runtime but the model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dtensor_lm.initial_values import draw, recipes
+from dtensor_lm.models.single import single_device
+from dtensor_lm.ops.cross_entropy import IGNORE
+from dtensor_lm.sharding_plans.program import Program
+from dtensor_lm.state import TrainState, local, take, whole, wrap
+from dtensor_lm.testing.counting import CountCollectives, differences, predicted
+from dtensor_lm.training.optimizer import AdamW, Optimizer, SGD
+from dtensor_lm.training.step import Batch, TrainStep, train_step
+
+Whole = dict[str, Tensor]
+
+
+@dataclass
+class Report:
+    """Errors are relative: of the loss and the norm to themselves, of a tensor to its largest element."""
+
+    loss_error: float = 0.0
+    max_grad_error: float = 0.0
+    worst_gradient: str = ""
+    grad_norm_error: float = 0.0
+    max_param_error: float = 0.0
+    worst_parameter: str = ""
+    max_param_error_adamw: float = 0.0
+    initial_values_equal: bool = True
+    replicas_equal: bool = True
+    collectives_match: bool = True
+    mismatches: list[str] = field(default_factory=list)
+    collectives: int = 0
+    bytes: int = 0
+    tolerance: float = 1e-10
+
+    @property
+    def ok(self) -> bool:
+        errors = (self.loss_error, self.max_grad_error, self.grad_norm_error, self.max_param_error)
+        flags = (self.initial_values_equal, self.replicas_equal, self.collectives_match)
+        # AdamW divides by the gradient's own size, so rounding of small gradients comes out enlarged.
+        adamw = self.max_param_error_adamw <= self.tolerance * (1 if self.tolerance < 1e-6 else 100)
+        return all(e <= self.tolerance for e in errors) and adamw and all(flags)  # NaN is not <= anything
+
+    def as_dict(self) -> dict[str, object]:
+        return {"ok": self.ok, **self.__dict__}
+
+
+def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
+    """Whole integer inputs of one step, the same on every rank: random tokens, labels masked in several patterns."""
+    g = torch.Generator().manual_seed(seed)
+    vocab = program.model.config.vocab
+    shape = (program.batch, program.seq)
+    tokens, labels = (torch.randint(0, vocab, shape, generator=g) for _ in range(2))
+    labels[torch.rand(shape, generator=g) < 0.1] = IGNORE
+    if program.batch > 1:
+        labels[0] = IGNORE  # a row, and with one row per rank a whole rank or micro-batch, without a single label
+    labels[-1, program.seq // 2:] = IGNORE
+    return {"tokens": tokens, "labels": labels}
+
+
+def parts(program: Program, inputs: Mapping[str, Tensor], device: torch.device) -> Batch:
+    """This rank's part of a whole batch, as micro-batches."""
+    rows = program.batch // program.micro_batches
+    return [
+        {n: take(x[m * rows : (m + 1) * rows], program.inputs[n]).to(device) for n, x in inputs.items()}
+        for m in range(program.micro_batches)
+    ]
+
+
+class Reference:
+    """The model on one device, in plain PyTorch."""
+
+    def __init__(self, program: Program, values: Whole) -> None:
+        self.model = single_device(program.model, values)
+        self.decay = {name: p.decay for name, p in program.parameters.items()}
+        self.model.train()
+
+    def gradients(self, batch: Mapping[str, Tensor]) -> tuple[float, Whole, float]:
+        """Mean loss per unmasked token, its gradients, their norm."""
+        count = max(int((batch["labels"] != IGNORE).sum()), 1)
+        loss = self.model(**batch) / count
+        names = dict(self.model.named_parameters())
+        grads = torch.autograd.grad(loss, list(names.values()))
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+        return float(loss.detach()), dict(zip(names, grads, strict=True)), norm
+
+    def train(self, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]], clip_norm: float) -> Whole:
+        for batch in batches:
+            optimizer.zero_grad()
+            count = max(int((batch["labels"] != IGNORE).sum()), 1)
+            (self.model(**batch) / count).backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+            optimizer.step()
+        return {n: p.detach().clone() for n, p in self.model.named_parameters()}
+
+    def sgd(self, o: SGD) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self._groups(o.weight_decay), lr=o.lr, momentum=o.momentum)
+
+    def adamw(self, o: AdamW) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self._groups(o.weight_decay), lr=o.lr, betas=o.betas, eps=o.eps)
+
+    def _groups(self, decay: float) -> list[dict[str, object]]:
+        named = list(self.model.named_parameters())
+        return [
+            {"params": [p for n, p in named if self.decay[n]], "weight_decay": decay},
+            {"params": [p for n, p in named if not self.decay[n]], "weight_decay": 0.0},
+        ]
+
+
+def relative(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Largest difference over the largest element expected (at least `floor`); NaN stays NaN."""
+    if not expected.numel():
+        return 0.0
+    scale = max(float(expected.abs().max()), floor) or 1.0
+    return float((found.double() - expected.double()).abs().max()) / scale
+
+
+def gathered(tensors: Mapping[str, DTensor]) -> Whole:
+    return {name: t.cpu() for name, t in whole(tensors).items()}
+
+
+def worst(found: Whole, expected: Whole) -> tuple[float, str]:
+    floor = 1e-3 * max((float(e.abs().max()) for e in expected.values() if e.numel()), default=1.0)
+    errors = {name: relative(found[name], e, floor) for name, e in expected.items()}
+    name = max(errors, key=lambda n: math.inf if math.isnan(errors[n]) else errors[n])
+    return errors[name], name
+
+
+def replicas_equal(state: TrainState, program: Program) -> list[str]:
+    """Names of parameters of which two ranks hold different copies, bit for bit."""
+    mine = {}
+    place = program.mesh.coordinate(dist.get_rank())
+    for name, p in program.parameters.items():
+        block = local(state.parameters[name]).detach().cpu().contiguous()
+        mine[name] = (p.storage.box(place), hashlib.sha256(block.view(torch.uint8).numpy().tobytes()).hexdigest()
+                      if block.numel() else "")  # fmt: skip
+    every: list[dict[str, tuple[object, str]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, mine)
+    return [n for n in mine if len({h[n] for h in every}) > len({h[n][0] for h in every})]
+
+
+def compare(
+    program: Program, *, seed: int = 0, steps: int = 3, tolerance: float = 1e-10, device: str = "cpu",
+    values: Whole | None = None, batches: list[dict[str, Tensor]] | None = None,
+) -> Report:
+    """Runs a Program on this process group against one device on rank 0; every rank returns rank 0's report.
+
+    Parameters are the initial values with noise added, so that no zeros or ones of initialisers hide a fault.
+    Clipping is active. `values` and `batches` are whole tensors, when the caller brings its own.
+    """
+    report = Report(tolerance=tolerance)
+    dtype = getattr(torch, program.master_dtype)
+    sgd = SGD(lr=0.1)
+    step = train_step(program, sgd, clip_norm=1e-30, device=device)
+    first = step.init(seed)
+    known = recipes(program.model)
+    names = program.parameters.items()
+    initial = {
+        n: draw(known[n], n, seed, p.storage.shape, [(0, s) for s in p.storage.shape], dtype) for n, p in names
+    }
+    drawn = gathered(first.parameters)
+    report.initial_values_equal = all(torch.equal(drawn[n], initial[n].to(drawn[n].dtype)) for n in initial)
+    if values is None:
+        g = torch.Generator().manual_seed(seed + 1)
+        values = {n: v + 0.05 * torch.randn(v.shape, generator=g, dtype=torch.float64).to(dtype)
+                  for n, v in initial.items()}  # fmt: skip
+    batches = batches or [random_batch(program, seed + i) for i in range(max(steps, 1))]
+    reference = Reference(program, values) if dist.get_rank() == 0 else None
+
+    state = step.load(values)
+    count = CountCollectives(program.mesh)
+    with count:
+        grads, loss, _, norm = step.gradients(state, parts(program, batches[0], step.device))
+        # The rest of the step, on copies that are thrown away: only its collectives are of interest here.
+        step._apply(step.load(values), {n: g.clone() for n, g in grads.items()}, 1.0, 0.0)
+    report.mismatches = differences(predicted(program.collectives), count.counts)
+    report.collectives = sum(count.counts.values())
+    report.bytes = sum(size * n for (_, _, _, size), n in count.counts.items())
+    whole_grads = gathered({n: wrap(g, program.parameters[n].optimizer) for n, g in grads.items()})
+    clip = 1.0
+    if reference:
+        expected_loss, expected, expected_norm = reference.gradients(batches[0])
+        tokens = max(int((batches[0]["labels"] != IGNORE).sum()), 1)
+        report.loss_error = abs(loss - expected_loss) / (abs(expected_loss) or 1.0)
+        report.grad_norm_error = abs(norm - expected_norm) / (expected_norm or 1.0)
+        mean = {n: g / tokens for n, g in whole_grads.items()}
+        report.max_grad_error, report.worst_gradient = worst(mean, expected)
+        clip = 0.5 * expected_norm or 1.0
+    clip = _from_first(clip)
+    state = _train(step, state, batches[:steps], clip, sgd)
+    after = gathered(state.parameters)
+    report.replicas_equal = not (apart := replicas_equal(state, program))
+    report.mismatches += [f"copies of {n} differ between ranks" for n in apart]
+    if reference:
+        trained = reference.train(reference.sgd(sgd), batches[:steps], clip)
+        report.max_param_error, report.worst_parameter = worst(after, trained)
+    adamw = AdamW(lr=1e-3, weight_decay=0.1)
+    second = train_step(program, adamw, clip_norm=clip, device=device)
+    state = _train(second, second.load(values), batches[:steps], clip, adamw)
+    after = gathered(state.parameters)
+    if reference:
+        reference = Reference(program, values)
+        trained = reference.train(reference.adamw(adamw), batches[:steps], clip)
+        report.max_param_error_adamw, _ = worst(after, trained)
+    report.collectives_match = not any("predicted" in line for line in report.mismatches)
+    return _from_first(report)
+
+
+def _train(step: TrainStep, state: TrainState, batches: list[dict[str, Tensor]], clip: float, o: Optimizer) -> TrainState:
+    step.clip_norm = clip
+    for batch in batches:
+        state, _ = step(state, parts(step.program, batch, step.device))
+    return state
+
+
+def _from_first(value: object) -> object:
+    box = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]

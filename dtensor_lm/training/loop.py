@@ -1,0 +1,199 @@
+"""A whole run: data in, steps, metrics, validation, a sample of text at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from dtensor_lm import process_groups
+from dtensor_lm.config import TrainConfig, dump
+from dtensor_lm.data import Batches, Corpus, evaluation_batches, load_corpus
+from dtensor_lm.errors import ConfigError, DataError, UserError
+from dtensor_lm.from_config import program_of
+from dtensor_lm.sharding_plans.program import Program
+from dtensor_lm.training import schedule
+from dtensor_lm.training.optimizer import AdamW, Optimizer, SGD
+from dtensor_lm.training.sample import sample
+from dtensor_lm.training.step import Batch, TrainStep, train_step
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on: its loss or norm is not finite."""
+
+
+class Data:
+    """The batches of a run; each rank reads its part only. Raises `DataError` for a corpus that cannot serve."""
+
+    def __init__(self, config: TrainConfig, program: Program) -> None:
+        self.corpus: Corpus = load_corpus(config.data)
+        self.program = program
+        vocab = program.model.config.vocab  # type: ignore[union-attr]
+        if vocab < self.corpus.vocab:
+            raise DataError(f"the corpus has {self.corpus.vocab} token ids, the model's vocabulary is {vocab}")
+        rows = program.batch // program.micro_batches
+        self.training = Batches(self.corpus.train, batch=program.batch, seq=program.seq, seed=config.seed)
+        self.evaluation = None
+        if config.evaluation.every:
+            self.evaluation = evaluation_batches(
+                self.corpus.validation, batch=rows, seq=program.seq, sequences=config.evaluation.sequences
+            )
+
+    def _part(self) -> tuple[range, slice]:
+        place = self.program.mesh.coordinate(dist.get_rank())
+        (start, stop), (first, last) = self.program.inputs["tokens"].box(place)
+        return range(start, stop), slice(first, last)
+
+    def batch(self, step: int, device: torch.device) -> Batch:
+        """This rank's part of the global batch of a step: a pure function of the step."""
+        mine, columns = self._part()
+        rows = self.program.batch // self.program.micro_batches
+        return [
+            _tensors(self.training.rows(step, [m * rows + r for r in mine]), columns, device)
+            for m in range(self.program.micro_batches)
+        ]
+
+    def validation(self, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        """This rank's parts of the validation batches; sequences past the last are masked padding."""
+        mine, columns = self._part()
+        assert self.evaluation is not None
+        for i in range(len(self.evaluation)):
+            yield _tensors(self.evaluation.rows(i, list(mine)), columns, device)
+
+    def digest(self) -> tuple[int, int, int]:
+        """What must be the same on every rank."""
+        corpus = self.corpus
+        return len(corpus.train), len(corpus.validation), int(corpus.train.read(0, min(4096, len(corpus.train))).sum())
+
+
+def _tensors(rows: tuple[Any, Any], columns: slice, device: torch.device) -> dict[str, Tensor]:
+    names = ("tokens", "labels")
+    return {n: torch.from_numpy(x[:, columns].copy()).to(device) for n, x in zip(names, rows, strict=True)}
+
+
+def check_run_dir(run_dir: str | None) -> None:
+    """Raises `ConfigError` rather than write over an earlier run."""
+    if run_dir is not None and (Path(run_dir) / "metrics.jsonl").exists():
+        raise ConfigError(f"--run-dir {run_dir} holds an earlier run: choose another folder, or remove it first")
+
+
+def optimizer_of(config: TrainConfig) -> Optimizer:
+    o = config.optimizer
+    if o.name == "sgd":
+        return SGD(o.lr, o.momentum, o.weight_decay)
+    return AdamW(o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay)
+
+
+class Folder:
+    """The run folder, written by rank 0 alone: config.yaml, metrics.jsonl, sample.txt."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        name = f"{config.model}-{config.mesh.replace('=', '').replace(',', '-') or 'one'}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.path = Path(config.run_dir or f"runs/{name}")
+        self.metrics: TextIO | None = None
+        fault: UserError | None = None
+        if dist.get_rank() == 0:
+            try:
+                check_run_dir(config.run_dir)
+                self.path.mkdir(parents=True, exist_ok=True)
+                (self.path / "config.yaml").write_text(dump(config), encoding="utf-8")
+                self.metrics = (self.path / "metrics.jsonl").open("w", encoding="utf-8")
+            except UserError as error:
+                fault = error
+            except OSError as error:
+                fault = ConfigError(f"--run-dir {self.path}: {error.strerror}: choose a folder that can be written")
+        fault = _agree(fault)
+        if fault is not None:
+            raise fault
+
+    def write(self, record: dict[str, object]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(json.dumps(record) + "\n")
+            self.metrics.flush()
+
+
+def _agree(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    if dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def run(config: TrainConfig) -> int:
+    """Trains as the options say. Returns the exit code."""
+    process_groups.start(process_groups.device(config.device))
+    program = program_of(config)
+    data = Data(config, program)
+    if _agree(data.digest()) != data.digest():
+        raise DataError(f"rank {dist.get_rank()} reads another corpus than rank 0: give every node the same files")
+    s = config.schedule
+    rate = schedule.make(s.kind, config.steps, s.warmup_steps, s.decay_steps, s.final_fraction)
+    step = train_step(program, optimizer_of(config), schedule=rate, clip_norm=config.optimizer.clip_norm,
+                      device=config.device)  # fmt: skip
+    folder = Folder(config)
+    try:
+        return _Run(config, program, data, step, folder).run()
+    except RunFailed as error:
+        if dist.get_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+class _Run:
+    def __init__(self, config: TrainConfig, program: Program, data: Data, step: TrainStep, folder: Folder) -> None:
+        self.config, self.program, self.data, self.step, self.folder = config, program, data, step, folder
+        self.first = dist.get_rank() == 0
+        self.quiet = config.json or not self.first
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            tqdm.write(text)
+
+    def run(self) -> int:
+        config, step = self.config, self.step
+        count = sum(math.prod(p.storage.shape) for p in self.program.parameters.values())
+        self.say(f"{config.model}: {count:,} parameters on mesh {config.mesh or '(one process)'}, {config.dtype}, "
+                 f"{step.device.type}; {self.data.corpus.describe()}")  # fmt: skip
+        state = step.init(config.seed)
+        bar = tqdm(total=config.steps, disable=self.quiet or not config.progress or not sys.stderr.isatty(), unit="step",
+                   dynamic_ncols=True)  # fmt: skip
+        record: dict[str, object] = {}
+        for i in range(config.steps):
+            began = time.perf_counter()
+            state, metrics = step(state, self.data.batch(i, step.device))
+            seconds = time.perf_counter() - began
+            record = {
+                "step": i + 1, "loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": metrics.lr,
+                "tokens": metrics.tokens, "tokens_per_second": metrics.tokens / seconds,
+            }  # fmt: skip
+            every = config.evaluation.every
+            if every and ((i + 1) % every == 0 or i + 1 == config.steps):
+                record["val_loss"] = step.evaluate(state, self.data.validation(step.device))
+                self.say(f"step {i + 1:5}  loss {metrics.loss:.4f}  validation {record['val_loss']:.4f}  "
+                         f"norm {metrics.grad_norm:.3f}  {record['tokens_per_second']:,.0f} tokens/s")  # fmt: skip
+            self.folder.write(record)
+            if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
+                raise RunFailed(f"step {i + 1}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: not finite; "
+                                f"a smaller --optimizer.lr may help (metrics are in {self.folder.path})")  # fmt: skip
+            bar.update()
+            bar.set_postfix_str(f"loss {metrics.loss:.3f}, {record['tokens_per_second']:,.0f} tokens/s", refresh=False)
+        bar.close()
+        text = sample(self.program, state, self.data.corpus, config.sample, config.seed, step.device)
+        if self.first and text is not None:
+            (self.folder.path / "sample.txt").write_text(text, encoding="utf-8")
+            self.say(f"\nsample:\n{text}\n")
+        self.say(f"run folder: {self.folder.path}")
+        if self.first and config.json:
+            print(json.dumps({**record, "run_dir": str(self.folder.path)}))
+        return 0

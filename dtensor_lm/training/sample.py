@@ -1,0 +1,43 @@
+"""Text from a trained model, on one device: what a person looks at first."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from dtensor_lm.config import SampleConfig
+from dtensor_lm.data import Corpus
+from dtensor_lm.models.single import single_device
+from dtensor_lm.sharding_plans.program import Program
+from dtensor_lm.state import TrainState, whole
+
+MOST_PARAMETERS = 500_000_000  # larger models are not gathered on one rank for the sake of a sample
+
+
+@torch.no_grad()
+def sample(
+    program: Program, state: TrainState, corpus: Corpus, config: SampleConfig, seed: int, device: torch.device
+) -> str | None:
+    """Continues `config.prompt`, on rank 0; None on the others, without tokens, and for models too large to gather.
+
+    Every rank calls it: parameters are gathered.
+    """
+    if not config.tokens or sum(math.prod(p.storage.shape) for p in program.parameters.values()) > MOST_PARAMETERS:
+        return None
+    values = whole(state.parameters)
+    if dist.get_rank() != 0:
+        return None
+    model = single_device(program.model, values, device).eval()
+    generator = torch.Generator(device=device).manual_seed(seed)
+    text = list(config.prompt.encode()) or [0]
+    for _ in range(config.tokens):
+        window = torch.tensor([text[-program.seq:]], device=device)
+        logits = model(window)[0, -1].float()
+        if config.temperature == 0:
+            text.append(int(logits.argmax()))
+        else:
+            odds = (logits / config.temperature).softmax(-1)
+            text.append(int(torch.multinomial(odds, 1, generator=generator)))
+    return corpus.decode(text)
