@@ -1,13 +1,13 @@
 """The algebra of edges: how a tensor gets from one layout to another, forward and backward. Pure; no torch.
 
-One table says what every change of state costs in both directions. Nothing else decides what a transpose is: that of an
-all-gather is a reduce-scatter in one row and a slice in another.
+One table says what every change of state costs in both directions. Nothing else decides what a transpose is:
+that of an all-gather is a reduce-scatter in one row and a slice in another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtensor_lm.layout import ITEMSIZE, Layout
 from dtensor_lm.mesh import Mesh
@@ -65,8 +65,8 @@ class Step:
 class Collective:
     """One kind of collective that every rank issues `count` times a step.
 
-    bytes: of the larger side of the tensor on one rank, each time: what all_gather returns, what reduce_scatter
-    takes, what all_reduce and all_to_all hold.
+    bytes: of the larger side of the tensor on one rank, each time: what all_gather returns, what
+    reduce_scatter takes, what all_reduce and all_to_all hold.
     """
 
     op: str
@@ -78,7 +78,7 @@ class Collective:
     where: str
 
     def wire_bytes(self, mesh: Mesh) -> int:
-        """Bytes that a rank sends per call when the back end works as a ring (2 (k-1)/k for an all-reduce)."""
+        """Bytes that a rank sends per call in a ring ((k-1)/k of the bytes, twice that for an all-reduce)."""
         k = mesh.product(self.axes)
         sent = self.bytes * (k - 1) // k
         return 2 * sent if self.op == "all_reduce" else sent
@@ -88,8 +88,8 @@ def edge_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     """The steps from one layout to another, always in the same order of axes.
 
     Axes come off at the inner end of their dim and go on at the inner end: all-gathers and all-to-alls first,
-    then slices and reduce-scatters, then changes that cut nothing. Dims are equal in size on both sides; compute
-    cuts are even.
+    then slices and reduce-scatters, then changes that cut nothing. Dims are equal in size on both sides;
+    compute cuts are even.
 
     Raises `UnsupportedEdge` where the table has no row (slices that would have to become addends).
     """
@@ -107,7 +107,8 @@ def edge_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     def change(axis: str, after: str, dim: int | None = None, other: int | None = None) -> None:
         key = (state[axis], after)
         if key not in TABLE:
-            raise UnsupportedEdge(f"axis {axis} cuts it before ({source}) and would hold addends after ({target}); no edge does "
+            raise UnsupportedEdge(f"axis {axis} cuts it before ({source}) and would hold addends after "
+                                  f"({target}); no edge does "
                                   f"{state[axis]}>{after}: make it whole on {axis} on one side")
         small = numel()
         if after == "S" and dim is not None and state[axis] != "S":
@@ -133,8 +134,7 @@ def edge_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
             keep += 1
         for axis in reversed(have[dim][keep:]):
             other = next(
-                (j for j, to in enumerate(want) if j != dim and len(to) > len(have[j]) and to[len(have[j])] == axis
-                 and tuple(have[j]) == to[: len(have[j])]),
+                (j for j, to in enumerate(want) if j != dim and to[: len(have[j]) + 1] == (*have[j], axis)),
                 None,
             )
             if other is not None:
@@ -158,7 +158,7 @@ def _flatten(steps: list[Step]) -> list[Step]:
         last = next((i for i, s in enumerate(joined) if s.change == step.change and s.dim is None), None)
         if last is not None and step.dim is None and "all_reduce" in (step.forward, step.backward):
             old = joined[last]
-            joined[last] = Step(old.axes + step.axes, old.change, None, None, old.forward_numel, old.backward_numel)
+            joined[last] = replace(old, axes=old.axes + step.axes)
         else:
             joined.append(step)
     return joined
@@ -167,11 +167,12 @@ def _flatten(steps: list[Step]) -> list[Step]:
 def collectives(
     steps: tuple[Step, ...], dtype: str, count: int, where: str, backward: bool = True
 ) -> Iterator[Collective]:
-    """The collectives of an edge that is crossed `count` times; `backward=False` for tensors without gradient."""
-    size = ITEMSIZE[dtype]
+    """The collectives of an edge that is crossed `count` times. backward: whether there is a gradient."""
     for step in steps:
         if step.forward in COLLECTIVES:
-            yield Collective(step.forward, step.axes, dtype, step.forward_numel * size, count, "forward", where)
+            size = step.forward_numel * ITEMSIZE[dtype]
+            yield Collective(step.forward, step.axes, dtype, size, count, "forward", where)
     for step in reversed(steps) if backward else ():
         if step.backward in COLLECTIVES:
-            yield Collective(step.backward, step.axes, dtype, step.backward_numel * size, count, "backward", where)
+            size = step.backward_numel * ITEMSIZE[dtype]
+            yield Collective(step.backward, step.axes, dtype, size, count, "backward", where)

@@ -7,8 +7,12 @@ from dataclasses import dataclass, replace
 
 from dtensor_lm.mesh import Mesh
 
-ITEMSIZE = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "bool": 1, "uint8": 1}
-_SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32"}
+ITEMSIZE = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "bool": 1, "uint8": 1,
+}  # fmt: skip
+_SHORT = {
+    "float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,9 @@ def block(size: int, axes: tuple[str, ...], mesh: Mesh, coordinate: Mapping[str,
 class Layout:
     """Layout of one tensor on a mesh.
 
-    For each axis of size > 1 the tensor is in one of four states: `S` the axis cuts one of its dims, `P` the ranks
-    hold addends, `R` equal values and gradients that are addends (the axis is live), `I` equal values and
-    gradients that are whole and equal.
+    For each axis of size > 1 the tensor is in one of four states: `S` the axis cuts one of its dims, `P` the
+    ranks hold addends, `R` equal values and gradients that are addends (the axis is live), `I` equal values
+    and gradients that are whole and equal.
     """
 
     mesh: Mesh

@@ -18,8 +18,8 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 class Mesh:
     """Named axes and their sizes, outermost first: `Mesh(fsdp=2, tp=4)` is 8 ranks.
 
-    Rank r stands at the mixed-radix digits of r, the last axis running fastest. Axes of size 1 are allowed and
-    mean nothing: they vanish from layouts and cause no collective.
+    Rank r stands at the mixed-radix digits of r, the last axis running fastest. Axes of size 1 are allowed
+    and mean nothing: they vanish from layouts and cause no collective.
 
     Raises `MeshError`, with every fault at once, for a size below 1 or an unusable name.
     """
@@ -42,7 +42,8 @@ class Mesh:
                 continue
             pairs.append((name, int(size)))
         names = [name for name, _ in pairs]
-        faults += [f"axis {n} is named {names.count(n)} times" for n in dict.fromkeys(names) if names.count(n) > 1]
+        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        faults += [f"axis {name} is named {names.count(name)} times" for name in twice]
         faults += _faults(pairs)
         if faults:
             raise MeshError(f"mesh {text!r} cannot be used:", faults)
@@ -72,7 +73,8 @@ class Mesh:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Place of a rank on every axis. Raises `MeshError` for a rank that the mesh does not have."""
         if not 0 <= rank < self.size:
-            raise MeshError(f"rank {rank} is not on mesh {str(self) or '(one process)'}, which has ranks 0 to {self.size - 1}")
+            raise MeshError(f"rank {rank} is not on mesh {str(self) or '(one process)'}, which has ranks 0 "
+                            f"to {self.size - 1}")
         place = {}
         for name in reversed(self._sizes):
             rank, place[name] = divmod(rank, self._sizes[name])
@@ -96,7 +98,7 @@ class Mesh:
         return tuple(ranks)
 
     def device_mesh(self) -> DeviceMesh:
-        """The torch `DeviceMesh` of the running process group. Raises `MeshError` if the sizes do not fit the world."""
+        """The torch `DeviceMesh` of the running processes. Raises `MeshError` where it does not fit them."""
         from dtensor_lm.process_groups import device_mesh
 
         return device_mesh(self)
@@ -108,7 +110,8 @@ class Mesh:
             started = "1 process was" if world == 1 else f"{world} processes were"
             need = "1 process" if self.size == 1 else f"{self.size} processes"
             raise MeshError(
-                f"mesh {str(self) or '(one process)'} has {ranks} but {started} started: start {need}, or choose axes "
+                f"mesh {str(self) or '(one process)'} has {ranks} but {started} started: start {need}, or "
+                "choose axes "
                 f"whose product is {world}"
             )
 
@@ -134,5 +137,6 @@ def _faults(pairs: Iterable[tuple[str, int]]) -> list[str]:
         if not _NAME.match(name):
             faults.append(f"axis name {name!r}: use lower-case letters, digits and _, such as dp or tp")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            faults.append(f"axis {name} has size {size!r}: a size is a whole number of at least 1 (nothing is filled in)")
+            faults.append(f"axis {name} has size {size!r}: a size is a whole number of at least 1 (nothing "
+                          "is filled in)")
     return faults

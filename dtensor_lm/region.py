@@ -5,13 +5,13 @@ Notation of one tensor:
     batch seq embed            three dims by name
     (heads head_dim) embed     a fused dim: heads are divided, never head_dim's rows
     batch seq embed +heads     addends over `heads`: the values on the parts sum to the tensor
-    +batch +seq =              a scalar, addends over batch and seq; equal and whole (state I) on all other axes
+    +batch +seq =              a scalar, addends over batch and seq; equal and whole (state I) on all others
     int batch seq              an integer tensor: no gradient, no say in which axes are live
     index vocab                supplied by the framework: the global indices of this part's slice of `vocab`
     reduce vocab               supplied by the framework: sums and maxima over the parts of `vocab`
 
-An input reads `outer -> inner`, an output `inner -> outer`: outer names belong to the enclosing region. One side
-alone stands for both.
+An input reads `outer -> inner`, an output `inner -> outer`: outer names belong to the enclosing region. One
+side alone stands for both.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Region:
 
     inputs: names of forward's parameters -> `outer -> inner`.
     outputs: `inner -> outer`, one text or a tuple of them when forward returns a tuple.
-    params: paths of parameters below the module -> names. A parameter marked `+n` enters as addends (a bias that
-        is added inside a sum over n).
+    params: paths of parameters below the module -> names. A parameter marked `+n` enters as addends (a bias
+        that is added inside a sum over n).
     cuts: names that may be cut here, separated by spaces; `a+b` is a bundle that one axis may cut together.
         The law of regions (`dtensor_lm.testing.check_regions`) proves each of them numerically.
 
@@ -141,7 +141,8 @@ class Region:
 
     def own_names(self) -> frozenset[str]:
         """Names of the region's own tensors, without those that only inner regions bring."""
-        specs = [crossing.inner for crossing in (*self.inputs.values(), *self.outputs)] + list(self.params.values())
+        crossings = (*self.inputs.values(), *self.outputs)
+        specs = [*(crossing.inner for crossing in crossings), *self.params.values()]
         return frozenset(name for spec in specs for name in (*spec.names, *spec.sums))
 
     def float_names(self) -> frozenset[str]:

@@ -5,7 +5,8 @@ own. Of a ```console block the commands `$ dtensor-lm ...` run. Comments directl
 
     <!-- exit 2 -->         its last command ends with this code; 0 otherwise
     <!-- output -->         what stands after the command is its output; before a ```text block: this is the
-                            output of the python block above. Numbers may differ; `...` is any lines
+                            output of the python block above. Numbers may differ; `...` in a line is
+                            any text, alone it is any lines
     <!-- exact output -->   the same, and numbers are equal too
     <!-- file NAME -->      the block is a file that the commands of the same document find in their folder
     <!-- not run: WHY -->   the block needs what a test does not have
@@ -13,6 +14,7 @@ own. Of a ```console block the commands `$ dtensor-lm ...` run. Comments directl
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -21,6 +23,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,8 +94,11 @@ def matches(expected: str, real: str, exact: bool) -> bool:
         lines = [" ".join(line.split()) for line in text.strip().splitlines()]
         return lines if exact else [_NUMBER.sub("#", line) for line in lines]
 
-    pattern = "".join(r"(.*\n)*" if line == "..." else re.escape(line) + r"\n" for line in plain(expected))
-    return re.fullmatch(pattern, "".join(f"{line}\n" for line in plain(real))) is not None
+    def pattern(line: str) -> str:
+        return r"(.*\n)*" if line == "..." else re.escape(line).replace(re.escape("..."), ".*") + r"\n"
+
+    wanted = "".join(map(pattern, plain(expected)))
+    return re.fullmatch(wanted, "".join(f"{line}\n" for line in plain(real))) is not None
 
 
 def run(command: str | list[str], folder: Path, seconds: float) -> tuple[int, str, str]:
@@ -141,19 +147,19 @@ def documents() -> list[Path]:
     return [path for path in named if path.exists()]
 
 
-def examples() -> list[tuple[Block, Block | None, dict[str, str]]]:
+def examples() -> list[Any]:
     found = []
     for path in documents():
         every = blocks(str(path.relative_to(ROOT)), path.read_text())
         files = {block.notes["file"]: block.text for block in every if "file" in block.notes}
-        for block, following in zip(every, [*every[1:], None], strict=True):
+        for block, following in itertools.zip_longest(every, every[1:]):
             if block.language in ("python", "console") and not block.notes.keys() & {"not run", "file"}:
-                found.append((block, following, files))
+                found.append(pytest.param(block, following, files, id=str(block)))
     return found
 
 
 @pytest.mark.timeout(WALL_SECONDS + 60)
-@pytest.mark.parametrize(("block", "following", "files"), examples(), ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("block", "following", "files"), examples())
 def test_examples(block: Block, following: Block | None, files: dict[str, str], tmp_path: Path) -> None:
     check(block, following, files, tmp_path)
 
@@ -177,6 +183,8 @@ def test_links_point_to_files(path: Path) -> None:
         ("```python\nprint('loss 1.25')\n```\n<!-- output -->\n```text\nloss 7\n```\n", None),
         ("```python\nprint('loss 1')\n```\n<!-- exact output -->\n```text\nloss 7\n```\n", "document shows"),
         ("```python\nprint('a\\nb\\nc')\n```\n<!-- output -->\n\n```text\na\n...\nc\n```\n", None),
+        ("```python\nprint('a b c')\n```\n<!-- output -->\n```text\na ... c\n```\n", None),
+        ("```python\nprint('a\\nb c')\n```\n<!-- output -->\n```text\na ... c\n```\n", "document shows"),
         ("```python\nprint('a\\nb\\nc')\n```\n<!-- output -->\n```text\na\nc\n```\n", "document shows"),
         ("<!-- file x.txt -->\n```text\n7\n```\n```python\nassert open('x.txt').read() == '7\\n'\n```", None),
         ("```console\n$ dtensor-lm tra\\\nin --sed 1\n```\n", "unknown option"),

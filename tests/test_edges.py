@@ -26,7 +26,7 @@ GRADIENTS = {"S": "slices", "P": "equal", "R": "addends", "I": "equal"}
 
 
 def spread(whole: np.ndarray, where: Layout, meaning: Mapping[str, str], seed: int) -> Ranks:
-    """What the ranks hold of a whole tensor; addends are random, but sum to it. Integers, so that sums are exact."""
+    """What the ranks hold of a whole tensor; addends are random and sum to it. Integers: sums are exact."""
     rng = np.random.default_rng(seed)
     mesh = where.mesh
     axes = tuple(axis for axis in mesh.active if meaning[where.state(axis)] == "addends")
@@ -58,7 +58,9 @@ def collect(ranks: Ranks, where: Layout, meaning: Mapping[str, str]) -> np.ndarr
     return whole
 
 
-def perform(op: str, ranks: Ranks, mesh: Mesh, axes: tuple[str, ...], dim: int | None, other: int | None) -> Ranks:
+def perform(
+    op: str, ranks: Ranks, mesh: Mesh, axes: tuple[str, ...], dim: int | None, other: int | None
+) -> Ranks:
     """One operation on all ranks at once."""
     out = []
     for rank, value in enumerate(ranks):
@@ -119,8 +121,11 @@ def one_axis(size: int, state: str, dim: int = 0, mesh: Mesh | None = None) -> L
     mesh = mesh or Mesh(x=size)
     cuts = [("x",) if state == "S" and i == dim else () for i in range(2)]
     return Layout(
-        mesh, "float64", tuple(Dim((n,), s, c) for n, s, c in zip("ab", (8, 16), cuts, strict=True)),
-        frozenset("x") if state == "P" else frozenset(), frozenset("x") if state != "I" else frozenset(),
+        mesh,
+        "float64",
+        tuple(Dim((n,), s, c) for n, s, c in zip("ab", (8, 16), cuts, strict=True)),
+        frozenset("x") if state == "P" else frozenset(),
+        frozenset("x") if state != "I" else frozenset(),
     )
 
 
@@ -143,8 +148,13 @@ def test_every_row(row: tuple[str, str, int, int], size: int) -> None:
 
     def make(state: str, at: int) -> Layout:
         where = one_axis(size, state, at, mesh)
-        return Layout(mesh, "float64", tuple(
-            Dim(d.names, n, d.axes) for d, (n, _) in zip(where.dims, dims, strict=True)), where.partial, where.live)
+        return Layout(
+            mesh,
+            "float64",
+            tuple(Dim(d.names, n, d.axes) for d, (n, _) in zip(where.dims, dims, strict=True)),
+            where.partial,
+            where.live,
+        )
 
     (step,) = edge_steps(make(before, dim), make(after, other))
     assert step.change == (before, after)
@@ -172,8 +182,13 @@ def layouts(draw: st.DrawFn, mesh: Mesh, ndim: int) -> Layout:
         if state == "R" or (state in "SP" and draw(st.booleans())):
             live.add(axis)
     size = mesh.size
-    return Layout(mesh, "float64", tuple(Dim(("abc"[i],), size, cuts[i]) for i in range(ndim)), frozenset(partial),
-                  frozenset(live))
+    return Layout(
+        mesh,
+        "float64",
+        tuple(Dim(("abc"[i],), size, cuts[i]) for i in range(ndim)),
+        frozenset(partial),
+        frozenset(live),
+    )
 
 
 MESHES = [Mesh(x=2), Mesh(x=3), Mesh(x=2, y=2), Mesh(x=1, y=3, z=2), Mesh(x=2, y=2, z=2), Mesh(x=2, y=3, z=2)]
@@ -188,7 +203,7 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
     source, target = data.draw(layouts(mesh, ndim)), data.draw(layouts(mesh, ndim))
     impossible = [axis for axis in mesh.active if (source.state(axis), target.state(axis)) == ("S", "P")]
     if impossible:
-        with pytest.raises(UnsupportedEdge, match=f"^axis {impossible[0]} cuts it before|^axis [xyz] cuts it before"):
+        with pytest.raises(UnsupportedEdge, match=r"^axis [xyz] cuts it before"):
             edge_steps(source, target)
     else:
         check_edge(source, target, data.draw(st.integers(0, 99)))
@@ -196,12 +211,8 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
 
 @pytest.mark.quick
 def test_the_law_finds_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every wrong operation in the table is found, except those that change nothing that is observable."""
+    """Any other operation at any place of the table breaks the law."""
     operations = {op for row in TABLE.values() for op in row}
-    same_shape = {
-        "S": {"slice", "reduce_scatter"}, "whole": {"nothing", "all_reduce", "keep_first"},
-        "grow": {"all_gather", "pad"}, "S'": {"all_to_all"},
-    }
     unseen = []
     for (before, after), row in TABLE.items():
         source, target = one_axis(4, before), one_axis(4, after, 1 if before == after else 0)
@@ -215,10 +226,7 @@ def test_the_law_finds_a_wrong_row(monkeypatch: pytest.MonkeyPatch) -> None:
                 except (AssertionError, ValueError, TypeError, IndexError):
                     pass
                 monkeypatch.setitem(edges.TABLE, (before, after), row)
-    # Addends that are whole on the first rank and nothing elsewhere may be had in two ways from equal values.
-    allowed: list[tuple[str, str, int, str]] = []
-    assert unseen == allowed
-    assert set().union(*same_shape.values()) == operations
+    assert unseen == []
 
 
 @pytest.mark.quick
@@ -238,7 +246,9 @@ def test_axes_come_off_and_go_on_at_the_inner_end() -> None:
     assert (step.axes, step.forward, step.dim, step.other) == (("cp",), "all_to_all", 0, 1)
     # Against the order an axis cannot be taken from the middle: both come off.
     assert [str(s) for s in edge_steps(two(("cp", "tp"), ()), two(("tp",), ()))] == [
-        "S>R@tp all_gather / reduce_scatter", "S>R@cp all_gather / reduce_scatter", "R>S@tp slice / pad",
+        "S>R@tp all_gather / reduce_scatter",
+        "S>R@cp all_gather / reduce_scatter",
+        "R>S@tp slice / pad",
     ]
 
 
@@ -254,7 +264,13 @@ def test_all_reduces_of_one_change_are_one() -> None:
     steps = edge_steps(Layout(mesh, "float32", dims), Layout(mesh, "float32", dims, live=live))
     assert [str(s) for s in steps] == ["I>R@dp.cp.tp nothing / all_reduce"]
     (once,) = collectives(steps, "float32", 3, "here")
-    assert (once.op, once.axes, once.bytes, once.count, once.phase) == ("all_reduce", ("dp", "cp", "tp"), 32, 3, "backward")
+    assert (once.op, once.axes, once.bytes, once.count, once.phase) == (
+        "all_reduce",
+        ("dp", "cp", "tp"),
+        32,
+        3,
+        "backward",
+    )
     assert once.wire_bytes(mesh) == 2 * 32 * 7 // 8
     assert list(collectives(steps, "float32", 3, "here", backward=False)) == []
 
@@ -264,7 +280,8 @@ def test_the_message_of_a_way_that_does_not_exist() -> None:
     with pytest.raises(UnsupportedEdge) as error:
         edge_steps(one_axis(2, "S"), one_axis(2, "P"))
     assert str(error.value) == (
-        "axis x cuts it before (f64[a@x=8/2, b=16]) and would hold addends after (f64[a=8, b=16] P:x); no edge does S>P: "
+        "axis x cuts it before (f64[a@x=8/2, b=16]) and would hold addends after (f64[a=8, b=16] P:x); no "
+        "edge does S>P: "
         "make it whole on x on one side"
     )
 
@@ -277,7 +294,7 @@ def tensor(values: np.ndarray) -> torch.Tensor:
 
 
 def on_ranks(source: Layout, target: Layout) -> tuple[bool, bool, bool]:
-    """Forward and backward of a bound edge equal the simulator, and DTensor.redistribute where it has the states."""
+    """Forward and backward of a bound edge equal the simulator, and forward equals DTensor.redistribute."""
     from dtensor_lm.process_groups import device_mesh
     from dtensor_lm.state import order, placements
 
@@ -305,7 +322,9 @@ def on_ranks(source: Layout, target: Layout) -> tuple[bool, bool, bool]:
         if not any(target.state(a) == "P" for a in axes):  # DTensor makes other addends of the same sum
             reference = torch.equal(start.redistribute(placements=where(target)).to_local(), out)
         else:
-            whole = DTensor.from_local(out.detach(), start.device_mesh, where(target), run_check=False).full_tensor()
+            whole = DTensor.from_local(
+                out.detach(), start.device_mesh, where(target), run_check=False
+            ).full_tensor()
             reference = torch.equal(whole, start.full_tensor())
     return forward, backward, reference
 
@@ -321,7 +340,9 @@ def assert_edges(world: int, pairs: list[tuple[Layout, Layout]]) -> None:
 
 
 def row_pairs(size: int) -> list[tuple[Layout, Layout]]:
-    return [(one_axis(size, before, dim), one_axis(size, after, other)) for before, after, dim, other in rows()]
+    return [
+        (one_axis(size, before, dim), one_axis(size, after, other)) for before, after, dim, other in rows()
+    ]
 
 
 @pytest.mark.quick
@@ -334,11 +355,22 @@ def test_every_row_on_eight_ranks() -> None:
     assert_edges(8, row_pairs(8))
 
 
-def several(mesh: Mesh, a: tuple[str, ...], b: tuple[str, ...], c: tuple[str, ...] = (), partial: str = "",
-            live: str = "dp cp tp") -> Layout:
+def several(
+    mesh: Mesh,
+    a: tuple[str, ...],
+    b: tuple[str, ...],
+    c: tuple[str, ...] = (),
+    partial: str = "",
+    live: str = "dp cp tp",
+) -> Layout:
     axes = (a, b, c)
-    return Layout(mesh, "float64", tuple(Dim((n,), 8, x) for n, x in zip("abc", axes, strict=True)),
-                  frozenset(partial.split()), frozenset(live.split()))
+    return Layout(
+        mesh,
+        "float64",
+        tuple(Dim((n,), 8, x) for n, x in zip("abc", axes, strict=True)),
+        frozenset(partial.split()),
+        frozenset(live.split()),
+    )
 
 
 def several_axes(mesh: Mesh) -> list[tuple[Layout, Layout]]:

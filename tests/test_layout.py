@@ -18,9 +18,13 @@ from dtensor_lm.testing.workers import pool
 MESH = Mesh(dp=2, fsdp=3, tp=2)
 
 
-def layout(mesh: Mesh, *dims: tuple[int, tuple[str, ...]], dtype: str = "float32", **more: frozenset[str]) -> Layout:
+def layout(
+    mesh: Mesh, *dims: tuple[int, tuple[str, ...]], dtype: str = "float32", **more: frozenset[str]
+) -> Layout:
     names = "abcd"
-    return Layout(mesh, dtype, tuple(Dim((names[i],), size, axes) for i, (size, axes) in enumerate(dims)), **more)
+    return Layout(
+        mesh, dtype, tuple(Dim((names[i],), size, axes) for i, (size, axes) in enumerate(dims)), **more
+    )
 
 
 def chunked(x: torch.Tensor, where: Layout, place: dict[str, int]) -> torch.Tensor:
@@ -69,13 +73,16 @@ CASES = [
 ]
 
 
-def through_dtensor(case: int) -> tuple[list[int], bool, bool, list[int]]:
+def through_dtensor() -> list[tuple[list[int], bool, bool, list[int]]]:
+    return [compare(*case) for case in CASES]
+
+
+def compare(mesh: Mesh, *dims: tuple[int, tuple[str, ...]]) -> tuple[list[int], bool, bool, list[int]]:
     """Local shape that DTensor computes; full_tensor is the whole; take and narrow agree."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     from dtensor_lm.state import narrow, take, wrap
 
-    mesh, *dims = CASES[case]
     where = layout(mesh, *dims)
     whole = torch.arange(where.shape[0] * where.shape[1], dtype=torch.float32).view(where.shape)
     mine = take(whole, where)
@@ -89,10 +96,9 @@ def through_dtensor(case: int) -> tuple[list[int], bool, bool, list[int]]:
 
 @pytest.mark.quick
 def test_blocks_are_those_of_dtensor() -> None:
-    for case in range(len(CASES)):
-        results = pool(4).run(through_dtensor, case)
-        for rank, (shape, whole, same, local) in enumerate(results):
-            assert whole and same and shape == local, (CASES[case], rank, shape, local)
+    for rank, results in enumerate(pool(4).run(through_dtensor)):
+        for case, (shape, whole, same, local) in zip(CASES, results, strict=True):
+            assert whole and same and shape == local, (case, rank, shape, local)
 
 
 @pytest.mark.quick

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.quick
 
 AXES = ("pp", "dp", "fsdp", "tp")
 meshes = st.permutations(AXES).flatmap(
-    lambda names: st.lists(st.integers(1, 4), max_size=4).map(lambda sizes: Mesh(**dict(zip(names, sizes, strict=False))))
+    lambda names: st.lists(st.integers(1, 4), max_size=4).map(
+        lambda sizes: Mesh(**dict(zip(names, sizes, strict=False)))
+    )
 )
 
 
@@ -39,7 +41,9 @@ def test_places_and_groups(mesh: Mesh, data: st.DataObject) -> None:
 
     axes = tuple(data.draw(st.permutations(list(mesh))))[: data.draw(st.integers(0, len(list(mesh))))]
     groups = {mesh.group(axes, rank) for rank in range(mesh.size)}
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size)), "groups are a partition"
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size)), (
+        "groups are a partition"
+    )
     for group in groups:
         assert len(group) == mesh.product(axes)
         # The place in the group is the mixed radix of the tuple, whatever the order of the mesh.
@@ -107,7 +111,9 @@ NAME = "use lower-case letters, digits and _, such as dp or tp"
 def test_unreadable_meshes(text: str, faults: list[str]) -> None:
     with pytest.raises(MeshError) as error:
         Mesh.parse(text)
-    assert str(error.value) == "\n".join([f"mesh {text!r} cannot be used:", *(f"  - {fault}" for fault in faults)])
+    assert str(error.value) == "\n".join(
+        [f"mesh {text!r} cannot be used:", *(f"  - {fault}" for fault in faults)]
+    )
 
 
 def test_impossible_sizes_in_code() -> None:
@@ -130,13 +136,16 @@ def test_a_mesh_must_fit_the_world() -> None:
         with pytest.raises(MeshError) as error:
             mesh.check_world(world)
         assert str(error.value) == (
-            f"mesh {mesh} has {mesh.size} ranks but 4 processes were started: start {mesh.size} processes, or choose "
+            f"mesh {mesh} has {mesh.size} ranks but 4 processes were started: start {mesh.size} processes, "
+            "or choose "
             f"axes whose product is 4"
         )
     for mesh, world, text in (
-        (Mesh(), 4, "mesh (one process) has 1 rank but 4 processes were started: start 1 process, or choose axes "
+        (Mesh(), 4, "mesh (one process) has 1 rank but 4 processes were started: start 1 process, or choose "
+                    "axes "
                     "whose product is 4"),
-        (Mesh(dp=2), 1, "mesh dp=2 has 2 ranks but 1 process was started: start 2 processes, or choose axes whose "
+        (Mesh(dp=2), 1, "mesh dp=2 has 2 ranks but 1 process was started: start 2 processes, or choose axes "
+                        "whose "
                         "product is 1"),
     ):  # fmt: skip
         with pytest.raises(MeshError) as error:

@@ -50,7 +50,8 @@ class Checks:
             more = next(iter(places.values())) if len(places) == 1 else ""
             faults.append((f"{where}: " if where else "") + text + more)
         if faults:
-            raise PlanError(f"the plan does not fit this model on mesh {str(self.mesh) or '(one process)'}:", faults)
+            mesh = str(self.mesh) or "(one process)"
+            raise PlanError(f"the plan does not fit this model on mesh {mesh}:", faults)
 
     def axes(self, table: str, name: str) -> tuple[str, ...]:
         return tuple(axis for axis in self.plan.axes(table, name) if self.mesh[axis] > 1)
@@ -71,16 +72,18 @@ class Checks:
                 self.add("", f"{'/'.join(tables)}: the model has no dimension called {name!r}"
                              f"{nearest(name, self.known)}; it has {', '.join(sorted(self.known))}")
             elif name not in self.stored and tables != ["compute"]:
-                self.add("", f"{'/'.join(t for t in tables if t != 'compute')}: no parameter has the dimension "
-                             f"{name!r}; parameters have {', '.join(sorted(self.stored))}")
+                rows = "/".join(table for table in tables if table != "compute")
+                self.add("", f"{rows}: no parameter has the dimension {name!r}; "
+                             f"parameters have {', '.join(sorted(self.stored))}")
 
     def _idle_axes(self) -> None:
-        planned = {axis for table in TABLES for name in self.plan.names for axis in self.plan.axes(table, name)}
+        planned = {a for table in TABLES for name in self.plan.names for a in self.plan.axes(table, name)}
         used = {axis for table in TABLES for name in (self.known if table == "compute" else self.stored)
                 for axis in self.axes(table, name)}
         for axis in self.mesh.active:
             if axis not in used:
-                self.add("", f"axis {axis}={self.mesh[axis]} shards nothing{nearest(axis, planned - {axis})}: "
+                near = nearest(axis, planned - set(self.mesh))
+                self.add("", f"axis {axis}={self.mesh[axis]} shards nothing{near}: "
                              f"give it a name in the plan, or take it off the mesh (the plan uses "
                              f"{', '.join(sorted(planned)) or 'no axis'})")
 
@@ -94,8 +97,10 @@ class Checks:
                     continue
                 first, *others = sorted((rows[b] for b in befores), key=len, reverse=True)
                 if any(first[: len(other)] != other for other in others):
-                    self.add("", f"{name} -> {_show(rows['storage'])} in storage and {_show(rows['gradients'])} in "
-                                 f"gradients: one must begin with the other, since optimizer begins with both")
+                    storage, gradients = _show(rows["storage"]), _show(rows["gradients"])
+                    self.add("", f"{name} -> {storage} in storage and {gradients} in "
+                                 "gradients: one must begin with the other, since optimizer begins with "
+                                 "both")
                     continue
                 repaired = first + tuple(axis for axis in rows[table] if axis not in first)
                 said = " and ".join(f"{b}, {_show(rows[b])}" for b in broken[:1])
@@ -103,7 +108,7 @@ class Checks:
                              f"write {_show(repaired)}")
 
     def _divisible(self) -> None:
-        """Compute cuts are even. A dim that has one name outside of an inner region and one inside is one fault."""
+        """Compute cuts are even. A dim with one name outside of a region and one inside is one fault."""
         outer = self._outer_names()
         found: dict[tuple[str, int, tuple[str, ...]], dict[str, str]] = {}
         for path, sizes in self.trace.sizes.items():
@@ -178,7 +183,8 @@ class Checks:
                     table = next((t for t in tables if self.axes(t, inner)), None)
                     if table:
                         broken.add(inner)
-                        self.add(path, f"{table}: {inner} -> {_show(self.axes(table, inner))} would cut inside the fused "
+                        self.add(path, f"{table}: {inner} -> {_show(self.axes(table, inner))} would cut "
+                                       "inside the fused "
                                        f"dims that it stands in: {inner} -> ()",
                                  f" (only {names[0]} of ({' '.join(names)}) can be cut)")
         return frozenset(broken)
@@ -198,10 +204,12 @@ class Checks:
                     (name,) = cut
                     together = f", or cut {' or '.join(bundles)} together" if bundles else ""
                     rest = tuple(a for a in self.axes("compute", name) if a != axis)
-                    self.add(path, f"needs {name} whole, but the plan cuts it by axis {axis}: {name} -> {_show(rest)}"
+                    self.add(path, f"needs {name} whole, but the plan cuts it by axis {axis}: {name} -> "
+                                   f"{_show(rest)}"
                                    f"{together}", f" ({kind} may be cut by {allowed})")
                 else:
-                    self.add(path, f"axis {axis} would cut {' and '.join(sorted(cut))} of one region, and an axis serves "
+                    self.add(path, f"axis {axis} would cut {' and '.join(sorted(cut))} of one region, and an "
+                                   "axis serves "
                                    f"one cut: take it off all but one", f" ({kind} may be cut by {allowed})")
             for bundle in (cut for cut in region.cuts if len(cut) > 1):
                 self._bundle(path, sorted(bundle))
@@ -218,7 +226,8 @@ class Checks:
                 f"{name} -> {_show(begin + tuple(axis for axis in t if axis not in shared))}"
                 for name, t in tuples.items()
             )
-            self.add(path, f"{rows}: axes that cut them together come first and in the same order: write {repaired}")
+            self.add(path, f"{rows}: axes that cut them together come first and in the same order: write "
+                           f"{repaired}")
 
     def _all_dims(self) -> Iterator[tuple[str, tuple[tuple[str, ...], ...], tuple[str, ...]]]:
         """Path, dims and tables of every tensor."""
@@ -241,7 +250,8 @@ class Checks:
                     one, *rest = [name for name in names if axis in self.axes(table, name)] or [""]
                     for other in rest:
                         if (axis, one, other) not in told and table != "compute":
-                            self.add(path, f"{table}: axis {axis} would cut two dims of one tensor, {one} and {other}: "
+                            self.add(path, f"{table}: axis {axis} would cut two dims of one tensor, {one} "
+                                           f"and {other}: "
                                            f"take it off one of them")
                         told.add((axis, one, other))
 

@@ -6,9 +6,10 @@ from dtensor_lm.errors import PlanError, nearest
 from dtensor_lm.sharding_plans.plan import Plan
 
 # Names that a plan for every model may mention although a model lacks them.
-COMMON = frozenset(
-    "batch seq res embed heads kv_heads head_dim ffn vocab core_heads core_kv_heads q_seq kv_seq expert layers".split()
-)
+COMMON = frozenset({
+    "batch", "seq", "res", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "core_heads",
+    "core_kv_heads", "q_seq", "kv_seq", "expert", "layers",
+})  # fmt: skip
 _TP = dict.fromkeys(("heads", "kv_heads", "core_heads", "core_kv_heads", "ffn", "vocab"), "tp")
 
 
@@ -55,8 +56,8 @@ def tp_sp() -> Plan:
 def standard(zero: int = 0, sequence_parallel: bool = True) -> Plan:
     """The plan that gives the axes dp, fsdp and tp their usual meanings, so that a mesh needs no plan file.
 
-    zero: how far ZeRO goes over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (fsdp always
-    shards all three). sequence_parallel: the residual stream's sequence over tp.
+    zero: how far ZeRO goes over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (fsdp
+    always shards all three). sequence_parallel: the residual stream's sequence over tp.
     """
     wide, narrow = ("fsdp", "dp"), ("fsdp",)
     return Plan(

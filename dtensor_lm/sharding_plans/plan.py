@@ -17,8 +17,9 @@ _WORD = re.compile(r"[a-z_][a-z0-9_]*\Z")
 class Plan:
     """Names to mesh axes, outer to inner. Each table says only what differs from the one before it.
 
-    compute: layouts inside regions. storage: parameters between uses (from compute). gradients: where gradients
-    accumulate over micro-batches (from storage). optimizer: master weights and moments (from storage).
+    compute: layouts inside regions. storage: parameters between uses (from compute). gradients: where
+    gradients accumulate over micro-batches (from storage). optimizer: master weights and moments (from
+    storage).
     optional: names that a model may lack; any other name that a model lacks is an error.
     regather: whether weights that storage cuts are released after forward and gathered again in backward.
     Axes that a mesh does not have count as size 1.
@@ -36,9 +37,10 @@ class Plan:
         for table in TABLES:
             rows = {}
             for name, axes in dict(getattr(self, table)).items():
-                row = (axes,) if isinstance(axes, str) else tuple(axes) if isinstance(axes, (tuple, list)) else (None,)
-                if not all(isinstance(word, str) and _WORD.match(word) for word in (name, *row)):
-                    faults.append(f"{table}: {name!r} -> {axes!r} is not a name and its axes, such as embed: fsdp, or a "
+                row = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+                if not all(_is_word(word) for word in (name, *row)):
+                    faults.append(f"{table}: {name!r} -> {axes!r} is not a name and its axes, such as embed: "
+                                  "fsdp, or a "
                                   f"list of axes, outer to inner, such as embed: [fsdp, dp]")
                 elif len(set(row)) < len(row):
                     faults.append(f"{table}: {name} -> {axes!r} names an axis twice")
@@ -46,7 +48,7 @@ class Plan:
                     rows[name] = row
             object.__setattr__(self, table, rows)
         optional = self.optional
-        if not isinstance(optional, (frozenset, set, list, tuple)) or not all(isinstance(name, str) and _WORD.match(name) for name in optional):
+        if not isinstance(optional, (frozenset, set, list, tuple)) or not all(map(_is_word, optional)):
             faults.append(f"optional: {optional!r} is not a list of names")
         else:
             object.__setattr__(self, "optional", frozenset(optional))
@@ -66,8 +68,10 @@ class Plan:
         return frozenset(name for table in TABLES for name in getattr(self, table))
 
     def __or__(self, other: Plan) -> Plan:
-        """Both plans together; a name stays optional unless one of them needs it. Raises `PlanError` where they
-        disagree on a name."""
+        """Both plans together; a name stays optional unless one of them needs it.
+
+        Raises `PlanError` where they disagree on a name.
+        """
         faults, tables = [], {}
         for table in TABLES:
             mine, theirs = getattr(self, table), getattr(other, table)
@@ -89,7 +93,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: object, where: str = "plan") -> Plan:
-        """Reads what `as_dict` writes, or a hand-written YAML mapping. Raises `PlanError` with every fault."""
+        """Reads what `as_dict` writes, or a mapping written by hand. Raises `PlanError` with every fault."""
         known = (*TABLES, "optional", "regather")
         if not isinstance(data, Mapping):
             raise PlanError(f"{where} is not a mapping with {', '.join(TABLES)}")
@@ -112,6 +116,10 @@ class Plan:
         if faults or plan is None:
             raise PlanError(f"{where} cannot be read:", faults)
         return replace(plan, regather=regather)
+
+
+def _is_word(word: object) -> bool:
+    return isinstance(word, str) and bool(_WORD.match(word))
 
 
 def _show(axes: Axes) -> str:

@@ -21,7 +21,8 @@ def bytes_text(n: float) -> str:
 def _table(rows: Iterable[tuple[str, ...]]) -> list[str]:
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return ["  " + line.rstrip() for line in lines]
 
 
 def _times(n: int) -> str:
@@ -36,10 +37,10 @@ def table(p: Program) -> str:
     """Parameters, edges and collectives; equal rows of repeated layers stand once, with their number."""
     state = p.bytes_per_rank()
     total = sum(prod(x.storage.shape) for x in p.parameters.values())
+    where = f"mesh {p.mesh} ({p.mesh.size} ranks)" if p.mesh.size > 1 else "one process"
     lines = [
-        f"{type(p.model).__name__}, {total:,} parameters, on mesh {str(p.mesh) or '(one process)'} ({p.mesh.size} ranks), "
-        f"{p.dtype}",
-        f"batch {p.batch} x {p.seq} tokens in {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}",
+        f"{type(p.model).__name__}, {total:,} parameters, on {where}, {p.dtype}",
+        f"batch {p.batch} x {p.seq} tokens in {p.micro_batches} micro-batch" + "es" * (p.micro_batches > 1),
         "state per rank: " + ", ".join(f"{name} {bytes_text(n)}" for name, n in state.items()),
         "",
         "parameters (layout, then local shape and bytes per rank)",
@@ -56,7 +57,8 @@ def table(p: Program) -> str:
         groups[generic(x.name), str(x.storage), _shape(x.storage), bytes_text(x.storage.local_bytes()),
                "decays" if x.decay else "", "; ".join(more + later)] += 1
     lines += _table((name + _times(n), *rest) for (name, *rest), n in groups.items())
-    lines += ["", "edges (state changes S cut, P addends, R equal with partial gradients, I equal; forward / backward)"]
+    states = "S cut, P addends, R equal with partial gradients, I equal"
+    lines += ["", f"edges (state changes {states}; forward / backward)"]
     edges: dict[tuple[str, ...], int] = defaultdict(int)
     for e in p.edges:
         if e.steps:
@@ -105,7 +107,8 @@ def data(p: Program) -> dict[str, object]:
             {"region": e.region, "tensor": e.tensor, "kind": e.kind, "from": e.source.as_dict(),
              "to": e.target.as_dict(), "crossings": e.count,
              "steps": [{"axes": list(s.axes), "change": ">".join(s.change), "dim": s.dim, "other": s.other,
-                        "forward": s.forward, "backward": s.backward if e.grad else "nothing"} for s in e.steps]}
+                        "forward": s.forward, "backward": s.backward if e.grad else "nothing"}
+                       for s in e.steps]}
             for e in p.edges
         ],
         "collectives": [
