@@ -95,8 +95,8 @@ def _launch(config: Any, command: str) -> int:
 
     launched = launcher_environment(os.environ) is not None
     if world > 1 and not launched:
-        from dtensor_lm.processes import start_forkserver
         from dtensor_lm.launch import rank_threads
+        from dtensor_lm.processes import start_forkserver
 
         start_forkserver(rank_threads())
     from dtensor_lm import commands, from_config

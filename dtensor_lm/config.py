@@ -181,9 +181,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(["sample.temperature", "optimizer.weight_decay", "optimizer.clip_norm"], _NOT_NEGATIVE),
     **dict.fromkeys(["schedule.warmup_steps", "schedule.decay_steps"], _NOT_NEGATIVE),
     **dict.fromkeys(["optimizer.lr", "optimizer.eps"], _ABOVE_0),
-    **dict.fromkeys(
-        ["label_smoothing", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum"], _BELOW_1
-    ),
+    **dict.fromkeys(["label_smoothing", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum"], _BELOW_1),
     "schedule.final_fraction": _TO_1,
     "seed": _SEED,
     **dict.fromkeys(["model", "plan"], _NAME),

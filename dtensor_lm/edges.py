@@ -107,9 +107,11 @@ def edge_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     def change(axis: str, after: str, dim: int | None = None, other: int | None = None) -> None:
         key = (state[axis], after)
         if key not in TABLE:
-            raise UnsupportedEdge(f"axis {axis} cuts it before ({source}) and would hold addends after "
-                                  f"({target}); no edge does "
-                                  f"{state[axis]}>{after}: make it whole on {axis} on one side")
+            raise UnsupportedEdge(
+                f"axis {axis} cuts it before ({source}) and would hold addends after "
+                f"({target}); no edge does "
+                f"{state[axis]}>{after}: make it whole on {axis} on one side"
+            )
         small = numel()
         if after == "S" and dim is not None and state[axis] != "S":
             have[dim].append(axis)
@@ -143,7 +145,7 @@ def edge_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
                 after = target.state(axis)
                 change(axis, ("R" if axis in target.live else "I") if after == "S" else after, dim)
     for dim, axes in enumerate(want):
-        for axis in axes[len(have[dim]):]:
+        for axis in axes[len(have[dim]) :]:
             change(axis, "S", dim)
     for axis in mesh.active:
         if state[axis] != target.state(axis):

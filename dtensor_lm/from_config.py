@@ -21,17 +21,23 @@ def plan_of(config: ProgramConfig) -> Plan:
         return standard(config.zero, config.sequence_parallel)
     faults = []
     if config.zero:
-        faults.append(f"--zero {config.zero} changes the standard plan only; plan {config.plan!r} says itself what it shards")
+        faults.append(
+            f"--zero {config.zero} changes the standard plan only; plan {config.plan!r} says itself what it shards"
+        )
     if not config.sequence_parallel:
-        faults.append("--no-sequence-parallel changes the standard plan only; choose plan tp, or change res in your own")
+        faults.append(
+            "--no-sequence-parallel changes the standard plan only; choose plan tp, or change res in your own"
+        )
     if faults:
         raise ConfigError("these options cannot be used together", faults)
     if config.plan in NAMED:
         return named(config.plan)
     path = Path(config.plan)
     if not path.exists():
-        raise ConfigError(f"--plan {config.plan}: neither a plan{nearest(config.plan, NAMED)} nor a file; "
-                          f"plans are {', '.join(NAMED)}")
+        raise ConfigError(
+            f"--plan {config.plan}: neither a plan{nearest(config.plan, NAMED)} nor a file; "
+            f"plans are {', '.join(NAMED)}"
+        )
     import yaml
 
     try:
@@ -63,7 +69,7 @@ def program_of(config: ProgramConfig) -> Program:
     if isinstance(config, CheckConfig):
         ranks = mesh.product(plan.axes("compute", "batch"))
         batch = batch or 2 * ranks * config.micro_batches
-        seq = seq or min(64, model.config.seq)
+        seq = seq or min(64, getattr(model.config, "seq", 64))
     decay = config.optimizer.decay if isinstance(config, TrainConfig) else "matrices"
     return resolve(model, plan, mesh, batch=batch, seq=seq, micro_batches=config.micro_batches,
                    dtype=config.dtype, decay=decay)  # fmt: skip
@@ -74,8 +80,10 @@ def check_local(mesh: Mesh, launched: bool, device: str = "auto") -> None:
     if launched or mesh.size == 1:
         return
     if mesh.size > MOST_LOCAL_RANKS:
-        raise ConfigError(f"mesh {mesh} has {mesh.size} ranks, too many to start on this machine (at most "
-                          f"{MOST_LOCAL_RANKS}): start it with torchrun or srun, or look at it with `dtensor-lm plan`")
+        raise ConfigError(
+            f"mesh {mesh} has {mesh.size} ranks, too many to start on this machine (at most "
+            f"{MOST_LOCAL_RANKS}): start it with torchrun or srun, or look at it with `dtensor-lm plan`"
+        )
     from dtensor_lm import process_groups
 
     if process_groups.device(device).type != "cpu":
@@ -83,5 +91,7 @@ def check_local(mesh: Mesh, launched: bool, device: str = "auto") -> None:
 
         found = torch.accelerator.device_count()
         if found < mesh.size:
-            raise ConfigError(f"mesh {mesh} has {mesh.size} ranks but this machine has {found} accelerators: "
-                              f"use --device cpu, or a mesh of at most {found}")
+            raise ConfigError(
+                f"mesh {mesh} has {mesh.size} ranks but this machine has {found} accelerators: "
+                f"use --device cpu, or a mesh of at most {found}"
+            )

@@ -49,9 +49,7 @@ def draw(
     Raises ModelError if the recipe is refused, ValueError if the box is not inside the shape.
     """
     if recipe.refusal or not recipe.ops:
-        raise ModelError(
-            "Initial values that cannot be reproduced", [f"{name}: {recipe.refusal or 'no ops'}"]
-        )
+        raise ModelError("Initial values that cannot be reproduced", [f"{name}: {recipe.refusal or 'no ops'}"])
     if len(box) != len(shape) or not all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)):
         raise ValueError(f"{name}: box {list(box)} is not inside shape {tuple(shape)}")
     device = torch.device(device)
@@ -116,9 +114,7 @@ def _slabs(result: Tensor, shape: Sequence[int], box: Box) -> Iterator[tuple[Ten
         for first in range(0, local[cut], step):
             rows = min(step, local[cut] - first)
             spans = [(base + (runs[cut][0] + first) * strides[cut], strides[cut], rows)]
-            spans += [
-                (runs[dim][0] * strides[dim], strides[dim], local[dim]) for dim in range(cut + 1, len(local))
-            ]
+            spans += [(runs[dim][0] * strides[dim], strides[dim], local[dim]) for dim in range(cut + 1, len(local))]
             yield view[outer][first : first + rows], spans
 
 

@@ -135,9 +135,7 @@ def _check_given(given: Mapping[str, str], world: int, mesh_text: str) -> None:
         )
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given]
     if missing and started > 1:
-        faults.append(
-            f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not: start with torchrun, or set it"
-        )
+        faults.append(f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not: start with torchrun, or set it")
     if faults:
         raise ConfigError("the processes do not fit the mesh", faults)
 
@@ -216,9 +214,7 @@ def _elastic_config(world: int, folder: str) -> Any:
         "signals_to_handle": ",".join(number.name for number in _SIGNALS),
         "shutdown_timeout": GRACE_AFTER_SIGNAL_SECONDS,
     }
-    known = {
-        field.name for field in dataclasses.fields(LaunchConfig)
-    }  # they differ between versions of torch
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # they differ between versions of torch
     return LaunchConfig(**{name: value for name, value in options.items() if name in known})
 
 

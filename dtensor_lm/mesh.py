@@ -73,8 +73,9 @@ class Mesh:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Place of a rank on every axis. Raises `MeshError` for a rank that the mesh does not have."""
         if not 0 <= rank < self.size:
-            raise MeshError(f"rank {rank} is not on mesh {str(self) or '(one process)'}, which has ranks 0 "
-                            f"to {self.size - 1}")
+            raise MeshError(
+                f"rank {rank} is not on mesh {str(self) or '(one process)'}, which has ranks 0 to {self.size - 1}"
+            )
         place = {}
         for name in reversed(self._sizes):
             rank, place[name] = divmod(rank, self._sizes[name])
@@ -137,6 +138,7 @@ def _faults(pairs: Iterable[tuple[str, int]]) -> list[str]:
         if not _NAME.match(name):
             faults.append(f"axis name {name!r}: use lower-case letters, digits and _, such as dp or tp")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            faults.append(f"axis {name} has size {size!r}: a size is a whole number of at least 1 (nothing "
-                          "is filled in)")
+            faults.append(
+                f"axis {name} has size {size!r}: a size is a whole number of at least 1 (nothing is filled in)"
+            )
     return faults

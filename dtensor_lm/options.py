@@ -112,9 +112,7 @@ def as_option(place: str, value: Any, hint: Any) -> str:
     return f"{_option(place)}={value}"
 
 
-def read_arguments(
-    argv: Iterable[str], places: Mapping[str, Any]
-) -> tuple[dict[str, Any], str | None, list[Fault]]:
+def read_arguments(argv: Iterable[str], places: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, list[Fault]]:
     """Values by place, the path of `--config`, (place, text) of every fault: tyro stops at the first."""
     values: dict[str, Any] = {}
     paths: list[str] = []
@@ -131,9 +129,7 @@ def read_arguments(
         elif places.get(flag) is bool:
             values[flag] = flag == place
             if equals:
-                faults.append(
-                    (flag, f"{name} takes no value: write {_option(flag)} or {_option(f'no_{flag}')}")
-                )
+                faults.append((flag, f"{name} takes no value: write {_option(flag)} or {_option(f'no_{flag}')}"))
         elif hint is None:
             # Its value, if that is what follows, is part of the same fault.
             if not equals and rest and not rest[0].startswith("--"):
@@ -164,9 +160,7 @@ def run_tyro(defaults: Kind, options: list[str], prog: str, description: str) ->
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
-            return tyro.cli(
-                type(defaults), args=options, default=defaults, prog=prog, description=description
-            )
+            return tyro.cli(type(defaults), args=options, default=defaults, prog=prog, description=description)
     except SystemExit as end:
         if not end.code:
             raise
@@ -216,9 +210,7 @@ def read_file(path: str, places: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         try:
             if node.tag == _NULL:
                 values[place] = None if optional else _refuse("null")
-            elif not isinstance(node, yaml.ScalarNode) or (
-                node.style is not None and base in (int, float, bool)
-            ):
+            elif not isinstance(node, yaml.ScalarNode) or (node.style is not None and base in (int, float, bool)):
                 _refuse("quoted, or not a scalar")
             else:
                 # The text, not YAML's own reading: for YAML 3e-4 is text, and the word no is false.
@@ -228,13 +220,7 @@ def read_file(path: str, places: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
     def describe(node: Any) -> str:
         if isinstance(node, yaml.ScalarNode):
-            return (
-                "null"
-                if node.tag == _NULL
-                else f"the text {node.value!r}"
-                if node.style
-                else repr(node.value)
-            )
+            return "null" if node.tag == _NULL else f"the text {node.value!r}" if node.style else repr(node.value)
         return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
     try:

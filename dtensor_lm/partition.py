@@ -66,7 +66,7 @@ class Partitioned(nn.Module):
             forward: Callable[..., Any] = call
             if plan.unit == path:
                 forward = _UnitCall(call, groups[path], units[path], self)
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
         for module in self.model.modules():
             for name in list(module._parameters):
                 del module._parameters[name]
@@ -85,7 +85,13 @@ class _RegionCall:
     """The border of one region: edges in, parameters in place, the region's own code, edges out."""
 
     def __init__(
-        self, module: nn.Module, plan: RegionPlan, mesh: Mesh, rank: int, device: torch.device, owner: Partitioned
+        self,
+        module: nn.Module,
+        plan: RegionPlan,
+        mesh: Mesh,
+        rank: int,
+        device: torch.device,
+        owner: Partitioned,
     ) -> None:
         self.run, self.owner = module.forward, owner
         self.bind = bind(module.forward)

@@ -27,7 +27,7 @@ def device(kind: str = "auto") -> torch.device:
 
 
 def start(where: torch.device) -> None:
-    """Makes the default process group unless there is one: by the launcher's environment, else of this process alone."""
+    """Makes the default process group unless there is one: by the launcher's environment, or of one process."""
     if where.type != "cpu":
         torch.accelerator.set_device_index(where.index)
     if dist.is_initialized():
@@ -52,9 +52,9 @@ def _fresh() -> None:
 def group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The group of this rank along `axes`. All ranks of the group ask for their groups in the same order."""
     _fresh()
-    ranks = mesh.group(axes, dist.get_rank())
+    ranks = tuple(sorted(mesh.group(axes, dist.get_rank())))  # torch numbers a group's ranks in this order
     if ranks not in _groups:
-        if sorted(ranks) == list(range(dist.get_world_size())) and list(ranks) == sorted(ranks):
+        if ranks == tuple(range(dist.get_world_size())):
             assert dist.group.WORLD is not None
             _groups[ranks] = dist.group.WORLD
         else:

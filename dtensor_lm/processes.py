@@ -93,9 +93,7 @@ def start_forkserver(threads: int) -> None:
 def main_can_be_imported() -> bool:
     """Whether a worker can import what `__main__` defines: not from stdin, `-c` or a notebook."""
     main = sys.modules["__main__"]
-    return getattr(main, "__spec__", None) is not None or os.path.isfile(
-        getattr(main, "__file__", None) or ""
-    )
+    return getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", None) or "")
 
 
 @contextlib.contextmanager

@@ -22,9 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor_lm.errors import ModelError
 from dtensor_lm.recipes import COPIES, EMPTY, FUNCTIONS, Op, Recipe, outside_range, understood, wrong_dtype
 
-FIX = (
-    "initialise all of it in place (nn.init.normal_, uniform_, trunc_normal_, constant_), or load its values"
-)
+FIX = "initialise all of it in place (nn.init.normal_, uniform_, trunc_normal_, constant_), or load its values"
 
 
 @dataclass
@@ -184,9 +182,7 @@ def abstract(build: Callable[[], nn.Module]) -> nn.Module:
     draws: dict[int, str] = {}
     for name, tensor in _tensors(model).items():
         if is_lazy(tensor) or not tensor.is_meta:
-            where = (
-                "in a lazy module, without a shape" if is_lazy(tensor) else f"on {tensor.device}, not on meta"
-            )
+            where = "in a lazy module, without a shape" if is_lazy(tensor) else f"on {tensor.device}, not on meta"
             found[name] = Recipe(refusal=f"it was created {where}")
             continue
         history = recorder.of(tensor)
@@ -216,9 +212,7 @@ def recipes(model: nn.Module) -> dict[str, Recipe]:
     """
     known = getattr(model, "_recipes", None)
     if not isinstance(known, dict):
-        raise ModelError(
-            f"{type(model).__name__} has no recorded initial values", ["build it by abstract(...)"]
-        )
+        raise ModelError(f"{type(model).__name__} has no recorded initial values", ["build it by abstract(...)"])
     parameters = dict(model.named_parameters())
     late = Recipe(refusal="it was added after abstract(...)")
     found = {name: known.get(name, late) for name in _tensors(model)}

@@ -63,9 +63,7 @@ class BoundRound:
         names = list(self.round.members)
         flat = torch.cat([_pad(tensors[n], self.padded[n]) for n in names])
         parts = all_reduce(flat, self.group).split([self.padded[n] for n in names])
-        return {
-            n: part[: tensors[n].numel()].view(tensors[n].shape) for n, part in zip(names, parts, strict=True)
-        }
+        return {n: part[: tensors[n].numel()].view(tensors[n].shape) for n, part in zip(names, parts, strict=True)}
 
     def _part(self, whole: Tensor, name: str, i: int) -> Tensor:
         dim = self.dims[name]

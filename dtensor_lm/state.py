@@ -88,8 +88,12 @@ def wrap(local: Tensor, layout: Layout) -> DTensor:
         strides.append(stride)
         stride *= max(size, 1)
     return DTensor.from_local(
-        local, mesh, placements(layout, axes), run_check=False,
-        shape=torch.Size(layout.shape), stride=tuple(reversed(strides)),
+        local,
+        mesh,
+        placements(layout, axes),
+        run_check=False,
+        shape=torch.Size(layout.shape),
+        stride=tuple(reversed(strides)),
     )
 
 

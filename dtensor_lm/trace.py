@@ -153,8 +153,9 @@ class _Tracer:
             below = dict(module.named_parameters(remove_duplicate=False))
             for local, spec in signature(module).params.items():
                 if local not in below:
-                    self.faults.append(f"{prefix}{local}: the region names a parameter that does not exist"
-                                       + nearest(local, below))
+                    self.faults.append(
+                        f"{prefix}{local}: the region names a parameter that does not exist" + nearest(local, below)
+                    )
                     continue
                 claimed.add(prefix + local)
                 parameter = below[local]
@@ -163,9 +164,35 @@ class _Tracer:
         for name, _ in model.named_parameters(remove_duplicate=False):
             if name not in claimed:
                 owner = next(p for p in _above(name) if p in self.regions)
-                local = name[len(owner) + 1:] if owner else name
-                self.faults.append(f"{name}: no region names its dims; add {local!r} to params of the region of "
-                                   f"{type(self.regions[owner]).__name__} ({owner or 'the model'})")
+                local = name[len(owner) + 1 :] if owner else name
+                self.faults.append(
+                    f"{name}: no region names its dims; add {local!r} to params of the region of "
+                    f"{type(self.regions[owner]).__name__} ({owner or 'the model'})"
+                )
+
+    def check_arguments(self, sizes: Mapping[str, int]) -> None:
+        """What can be said of signatures before any code runs."""
+        for path, module in self.regions.items():
+            region, where = signature(module), path or "the model"
+            known = inspect.signature(module.forward).parameters
+            for name in region.inputs:
+                if name not in known:
+                    self.faults.append(f"{where}: forward has no parameter {name!r}{nearest(name, known)}")
+            names = set(region.own_names())
+            for child in (p for p, parent in self.parents.items() if parent == path):
+                inner = signature(self.regions[child])
+                for crossing in (*inner.inputs.values(), *inner.outputs):
+                    names.update((*crossing.outer.names, *crossing.outer.sums))
+            for name in sorted({name for cut in region.cuts for name in cut} - names):
+                self.faults.append(f"{where}: cuts: no tensor of the region is called {name!r}{nearest(name, names)}")
+        for name, crossing in signature(self.regions[""]).inputs.items():
+            if crossing.inner.kind == "float":
+                self.faults.append(f"the model: input {name} must be integers: write 'int {crossing.inner}'")
+            elif missing := [n for n in crossing.inner.names if crossing.inner.kind == "int" and n not in sizes]:
+                self.faults.append(
+                    f"the model: input {name}: the size of {', '.join(missing)} is not known; inputs of "
+                    f"the model are made of {', '.join(sizes)}"
+                )
 
     def learn(self, path: str, spec: TensorSpec, shape: Shape, what: str) -> None:
         """Takes the sizes of names from a tensor, or notes how it contradicts its signature."""
@@ -236,7 +263,7 @@ class _Tracer:
 
         def hook(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             call = self.stack.pop()
-            values = [out] if region.single else list(out)
+            values = [out] if region.single or isinstance(out, Tensor) else list(out)
             if len(values) != len(region.outputs):
                 self.faults.append(f"{path}: {len(values)} outputs, {len(region.outputs)} in the signature")
                 return
@@ -257,9 +284,7 @@ class _Recorder:
         self.call, self.name = call, name
 
     def _note(self, op: str, x: Tensor, dims: str) -> Tensor:
-        self.call.reductions.append(
-            Reduction(self.name, op, tuple(dims.split()), tuple(x.shape), dtype_name(x.dtype))
-        )
+        self.call.reductions.append(Reduction(self.name, op, tuple(dims.split()), tuple(x.shape), dtype_name(x.dtype)))
         return x
 
     def sum(self, x: Tensor, dims: str) -> Tensor:
@@ -283,18 +308,29 @@ def trace(model: nn.Module, sizes: Mapping[str, int]) -> Trace:
 
     Raises `ModelError` with everything that contradicts the signatures.
     """
-    if any(not p.is_meta for p in model.parameters()):
-        raise ModelError("the model must be on the meta device: build it inside dtensor_lm.abstract(lambda: ...)")
     tracer = _Tracer(model)
+    tracer.check_arguments(sizes)
     if not tracer.faults:
         arguments = {
             name: torch.empty([sizes[n] for n in crossing.inner.names], dtype=torch.int64, device="meta")
             for name, crossing in signature(model).inputs.items()
             if crossing.inner.kind == "int"
         }
-        tracer.run(model, arguments)
+        try:
+            tracer.run(model, arguments)
+        except Exception as error:
+            where = tracer.stack[-1].path or "the model" if tracer.stack else "the model"
+            tracer.faults.append(f"{where}: its code fails on the meta device: {type(error).__name__}: {error}")
     if tracer.faults:
         raise ModelError("the model contradicts its signatures:", list(dict.fromkeys(tracer.faults)))
     saved = {unit: frozenset(names) for unit, names in tracer.saved.items()}
-    return Trace(tracer.regions, tracer.calls, tracer.uses, tracer.parameters, tracer.sizes, tracer.parents,
-                 tracer.units, saved)
+    return Trace(
+        tracer.regions,
+        tracer.calls,
+        tracer.uses,
+        tracer.parameters,
+        tracer.sizes,
+        tracer.parents,
+        tracer.units,
+        saved,
+    )

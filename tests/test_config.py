@@ -194,12 +194,8 @@ def test_files_that_cannot_be_read(write: Write) -> None:
     assert faults("--config", ".") == [".: cannot be read (Is a directory)"]
     assert faults("--config") == ["--config: a value is missing: expected a YAML file"]
     assert faults("--config", "a", "--config=b") == ["--config is given 2 times (a, b): give one file"]
-    assert faults("--config", write("- 1\n")) == [
-        "run.yaml:1: the file is a list: expected a mapping of options"
-    ]
-    assert faults("--config", write("batch\n")) == [
-        "run.yaml:1: the file is 'batch': expected a mapping of options"
-    ]
+    assert faults("--config", write("- 1\n")) == ["run.yaml:1: the file is a list: expected a mapping of options"]
+    assert faults("--config", write("batch\n")) == ["run.yaml:1: the file is 'batch': expected a mapping of options"]
     assert faults("--config", write("batch: 1\nseq: [1\n")) == [
         "run.yaml:3: invalid YAML: expected ',' or ']', but got '<stream end>'"
     ]
@@ -210,11 +206,7 @@ def test_files_that_cannot_be_read(write: Write) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.lists(
-        st.sampled_from(
-            ["--batch", "--json", "--lr", "--config", "4", "x", "--optimizer.lr=1", "=", "--", "-"]
-        )
-    )
+    st.lists(st.sampled_from(["--batch", "--json", "--lr", "--config", "4", "x", "--optimizer.lr=1", "=", "--", "-"]))
 )
 def test_any_arguments_give_a_configuration_or_a_config_error(argv: list[str]) -> None:
     with contextlib.suppress(ConfigError):
@@ -301,8 +293,6 @@ def test_every_field_has_a_text() -> None:
 
 
 def test_importing_it_loads_neither_torch_nor_tyro() -> None:
-    program = (
-        "import sys, dtensor_lm.config; print(*[m for m in ('torch', 'tyro', 'yaml') if m in sys.modules])"
-    )
+    program = "import sys, dtensor_lm.config; print(*[m for m in ('torch', 'tyro', 'yaml') if m in sys.modules])"
     done: Any = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"

@@ -52,9 +52,7 @@ def fails(path: Path | str) -> str:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("tokens", "seq", "batch"), [(1001, 10, 4), (1007, 10, 7), (11, 10, 3), (64, 1, 5)])
-def test_every_token_but_the_first_is_a_label_once_per_epoch(
-    tokens: int, seq: int, batch: int, shuffle: bool
-) -> None:
+def test_every_token_but_the_first_is_a_label_once_per_epoch(tokens: int, seq: int, batch: int, shuffle: bool) -> None:
     documents = Counting(tokens)
     batches = Batches(documents, batch=batch, seq=seq, seed=3, shuffle=shuffle)
     n = (tokens - 1) // seq
@@ -104,9 +102,7 @@ def test_samples_run_across_the_border_of_epochs() -> None:
 
 
 def test_the_seed_chooses_the_order() -> None:
-    orders = [
-        Batches(Counting(1001), batch=100, seq=10, seed=seed).sample_ids(0).tolist() for seed in (0, 1, -1, 0)
-    ]
+    orders = [Batches(Counting(1001), batch=100, seq=10, seed=seed).sample_ids(0).tolist() for seed in (0, 1, -1, 0)]
     assert orders[0] == orders[3]
     assert orders[0] != orders[1] and orders[0] != orders[2] and orders[0] != list(range(100))
     unshuffled = Batches(Counting(1001), batch=100, seq=10, seed=0, shuffle=False)
@@ -161,9 +157,7 @@ def test_sizes_must_be_positive() -> None:
         (99, list(range(20))),
     ],
 )
-def test_each_sequence_counts_once_whatever_the_batch(
-    batch: int, sequences: int | None, windows: list[int]
-) -> None:
+def test_each_sequence_counts_once_whatever_the_batch(batch: int, sequences: int | None, windows: list[int]) -> None:
     counted = len(windows)
     documents = Counting(205)
     assert validation_windows(documents, seq=10, limit=sequences) == counted
@@ -270,9 +264,9 @@ def test_the_standard_library_is_the_default() -> None:
         order = [part.path.as_posix() for part in side.parts]
         assert order == sorted(order)  # not the order of the disk
     assert corpus.vocab == 256
-    assert corpus.train.read(0, 100_000).max() < 256 and (
-        corpus.train.read(0, len(corpus.train)) == 0
-    ).sum() == len(train)
+    assert corpus.train.read(0, 100_000).max() < 256 and (corpus.train.read(0, len(corpus.train)) == 0).sum() == len(
+        train
+    )
     assert corpus.describe().startswith(f"{corpus.name}: {len(train | validation)} files, ")
     again = load_corpus(None)
     assert again.train.parts == corpus.train.parts and again.validation.parts == corpus.validation.parts
@@ -335,8 +329,7 @@ def test_errors_of_paths(tmp_path: Path) -> None:
     )
     os.mkfifo(tmp_path / "pipe")
     assert fails(tmp_path / "pipe") == (
-        "The corpus cannot be read\n"
-        f"  - {tmp_path / 'pipe'}: is neither a file nor a folder; give a text file"
+        f"The corpus cannot be read\n  - {tmp_path / 'pipe'}: is neither a file nor a folder; give a text file"
     )
 
 
@@ -348,23 +341,16 @@ def test_errors_of_a_file(tmp_path: Path) -> None:
     assert fails(file) == f"The corpus cannot be read\n  - {file}: is not UTF-8 text; convert it"
     file.write_bytes(b"x" * 19)
     assert fails(file) == (
-        "The validation part is empty\n"
-        f"  - {file}: the last 5 % of 19 bytes is nothing; give at least 20 bytes"
+        f"The validation part is empty\n  - {file}: the last 5 % of 19 bytes is nothing; give at least 20 bytes"
     )
     file.write_bytes(b"x" * 20)
     assert len(load_corpus(str(file)).validation) == 1
 
 
 def test_errors_of_a_folder(tmp_path: Path) -> None:
-    assert (
-        fails(tmp_path)
-        == f"The corpus is empty\n  - {tmp_path}: holds no UTF-8 text (nothing); add text files"
-    )
+    assert fails(tmp_path) == f"The corpus is empty\n  - {tmp_path}: holds no UTF-8 text (nothing); add text files"
     (tmp_path / "b.bin").write_bytes(b"\0")
-    assert (
-        fails(tmp_path)
-        == f"The corpus is empty\n  - {tmp_path}: holds no UTF-8 text (1 binary); add text files"
-    )
+    assert fails(tmp_path) == f"The corpus is empty\n  - {tmp_path}: holds no UTF-8 text (1 binary); add text files"
     (tmp_path / "a.txt").write_text("a")
     assert fails(tmp_path) == (
         "The validation part is empty\n"

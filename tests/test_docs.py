@@ -125,9 +125,7 @@ def check(block: Block, following: Block | None, files: dict[str, str], folder: 
     if block.language == "python":
         (folder / "example.py").write_text(block.text)
         shown = following if following and following.language == "text" and shows(following) else None
-        todo: list[tuple[str | list[str], str]] = [
-            ([sys.executable, "example.py"], shown.text if shown else "")
-        ]
+        todo: list[tuple[str | list[str], str]] = [([sys.executable, "example.py"], shown.text if shown else "")]
         note = shows(shown) if shown else None
     else:
         todo = [(c, text) for c, text in commands(block) if c.startswith("dtensor-lm")]

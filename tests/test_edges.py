@@ -58,9 +58,7 @@ def collect(ranks: Ranks, where: Layout, meaning: Mapping[str, str]) -> np.ndarr
     return whole
 
 
-def perform(
-    op: str, ranks: Ranks, mesh: Mesh, axes: tuple[str, ...], dim: int | None, other: int | None
-) -> Ranks:
+def perform(op: str, ranks: Ranks, mesh: Mesh, axes: tuple[str, ...], dim: int | None, other: int | None) -> Ranks:
     """One operation on all ranks at once."""
     out = []
     for rank, value in enumerate(ranks):
@@ -322,9 +320,7 @@ def on_ranks(source: Layout, target: Layout) -> tuple[bool, bool, bool]:
         if not any(target.state(a) == "P" for a in axes):  # DTensor makes other addends of the same sum
             reference = torch.equal(start.redistribute(placements=where(target)).to_local(), out)
         else:
-            whole = DTensor.from_local(
-                out.detach(), start.device_mesh, where(target), run_check=False
-            ).full_tensor()
+            whole = DTensor.from_local(out.detach(), start.device_mesh, where(target), run_check=False).full_tensor()
             reference = torch.equal(whole, start.full_tensor())
     return forward, backward, reference
 
@@ -340,9 +336,7 @@ def assert_edges(world: int, pairs: list[tuple[Layout, Layout]]) -> None:
 
 
 def row_pairs(size: int) -> list[tuple[Layout, Layout]]:
-    return [
-        (one_axis(size, before, dim), one_axis(size, after, other)) for before, after, dim, other in rows()
-    ]
+    return [(one_axis(size, before, dim), one_axis(size, after, other)) for before, after, dim, other in rows()]
 
 
 @pytest.mark.quick

@@ -93,12 +93,8 @@ def test_empty_boxes_and_scalars() -> None:
 def test_dims_of_billions_of_elements() -> None:
     shape = (7_000_000_000, 3)
     last = draw(UNIFORM, "w", 0, shape, [(shape[0] - 2, shape[0]), (0, 3)], torch.float64)
-    assert torch.equal(
-        last[1], draw(UNIFORM, "w", 0, shape, [(shape[0] - 1, shape[0]), (0, 3)], torch.float64)[0]
-    )
-    low = draw(
-        UNIFORM, "w", 0, shape, [((shape[0] - 2) % 2**32, (shape[0] - 2) % 2**32 + 1), (0, 3)], torch.float64
-    )
+    assert torch.equal(last[1], draw(UNIFORM, "w", 0, shape, [(shape[0] - 1, shape[0]), (0, 3)], torch.float64)[0])
+    low = draw(UNIFORM, "w", 0, shape, [((shape[0] - 2) % 2**32, (shape[0] - 2) % 2**32 + 1), (0, 3)], torch.float64)
     assert not torch.equal(last[:1], low)  # the index is not cut to 32 bits
 
 
@@ -258,9 +254,7 @@ def compare(build: Callable[[], nn.Module]) -> None:
     own = dict(build().named_parameters())
     assert list(found) == list(own)
     for name, parameter in own.items():
-        x = draw(
-            found[name], name, 0, tuple(parameter.shape), whole(tuple(parameter.shape)), torch.float64
-        ).flatten()
+        x = draw(found[name], name, 0, tuple(parameter.shape), whole(tuple(parameter.shape)), torch.float64).flatten()
         y = parameter.detach().double().flatten()
         # Six standard errors of the difference of two samples, plus the rounding of torch's own dtype.
         spread, noise = y.std().item() if y.numel() > 1 else 0.0, 6 * math.sqrt(2 / y.numel())
@@ -309,9 +303,7 @@ def test_module_defaults_match_torch(build: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.parametrize(("mean", "low", "high"), [(0.0, -2.0, 2.0), (0.0, 5.0, 9.0), (0.5, -8.0, -6.0)])
 def test_truncated_normal_stays_inside_and_is_finite(mean: float, low: float, high: float) -> None:
-    found = recipes(
-        abstract(lambda: One(torch.empty(1000, 100), lambda w: trunc_normal_(w, mean, 1.0, low, high)))
-    )
+    found = recipes(abstract(lambda: One(torch.empty(1000, 100), lambda w: trunc_normal_(w, mean, 1.0, low, high))))
     x = values(found["w"], (1000, 100))
     assert low <= x.min() and x.max() <= high
     inner = high if abs(high - mean) < abs(low - mean) else low
@@ -322,9 +314,7 @@ def test_truncated_normal_stays_inside_and_is_finite(mean: float, low: float, hi
 
 
 def test_the_recipe_is_what_was_written_last() -> None:
-    found = recipes(
-        abstract(lambda: One(torch.randn(3, 4), lambda w: (w.uniform_(), w.normal_(0, 2).mul_(3))))
-    )
+    found = recipes(abstract(lambda: One(torch.randn(3, 4), lambda w: (w.uniform_(), w.normal_(0, 2).mul_(3)))))
     assert found["w"] == Recipe((Op("normal", (0.0, 2.0)), Op("mul", (3.0,))))
 
 

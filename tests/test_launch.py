@@ -219,9 +219,7 @@ def test_another_number_of_processes_than_the_mesh_is_refused(monkeypatch: pytes
         "(torchrun --nproc-per-node=6) or give a mesh whose sizes multiply to 4"
     )
     monkeypatch.delenv("MASTER_PORT")
-    with pytest.raises(
-        ConfigError, match="RANK and WORLD_SIZE are set, MASTER_PORT not: start with torchrun"
-    ):
+    with pytest.raises(ConfigError, match="RANK and WORLD_SIZE are set, MASTER_PORT not: start with torchrun"):
         launch(give, {"code": 4}, 4)
     monkeypatch.setenv("WORLD_SIZE", "four")
     with pytest.raises(ConfigError, match="WORLD_SIZE='four': expected a number"):

@@ -18,13 +18,9 @@ from dtensor_lm.testing.workers import pool
 MESH = Mesh(dp=2, fsdp=3, tp=2)
 
 
-def layout(
-    mesh: Mesh, *dims: tuple[int, tuple[str, ...]], dtype: str = "float32", **more: frozenset[str]
-) -> Layout:
+def layout(mesh: Mesh, *dims: tuple[int, tuple[str, ...]], dtype: str = "float32", **more: frozenset[str]) -> Layout:
     names = "abcd"
-    return Layout(
-        mesh, dtype, tuple(Dim((names[i],), size, axes) for i, (size, axes) in enumerate(dims)), **more
-    )
+    return Layout(mesh, dtype, tuple(Dim((names[i],), size, axes) for i, (size, axes) in enumerate(dims)), **more)
 
 
 def chunked(x: torch.Tensor, where: Layout, place: dict[str, int]) -> torch.Tensor:

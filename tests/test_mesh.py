@@ -41,9 +41,7 @@ def test_places_and_groups(mesh: Mesh, data: st.DataObject) -> None:
 
     axes = tuple(data.draw(st.permutations(list(mesh))))[: data.draw(st.integers(0, len(list(mesh))))]
     groups = {mesh.group(axes, rank) for rank in range(mesh.size)}
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size)), (
-        "groups are a partition"
-    )
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size)), "groups are a partition"
     for group in groups:
         assert len(group) == mesh.product(axes)
         # The place in the group is the mixed radix of the tuple, whatever the order of the mesh.
@@ -111,9 +109,7 @@ NAME = "use lower-case letters, digits and _, such as dp or tp"
 def test_unreadable_meshes(text: str, faults: list[str]) -> None:
     with pytest.raises(MeshError) as error:
         Mesh.parse(text)
-    assert str(error.value) == "\n".join(
-        [f"mesh {text!r} cannot be used:", *(f"  - {fault}" for fault in faults)]
-    )
+    assert str(error.value) == "\n".join([f"mesh {text!r} cannot be used:", *(f"  - {fault}" for fault in faults)])
 
 
 def test_impossible_sizes_in_code() -> None:

@@ -15,8 +15,7 @@ from dtensor_lm.sharding_plans.plan import TABLES
 pytestmark = pytest.mark.quick
 
 NOT_AXES = (
-    "is not a name and its axes, such as embed: fsdp, or a list of axes, outer to inner, such as embed: "
-    "[fsdp, dp]"
+    "is not a name and its axes, such as embed: fsdp, or a list of axes, outer to inner, such as embed: [fsdp, dp]"
 )
 
 
@@ -154,9 +153,5 @@ def test_every_fault_of_a_plan_file() -> None:
 def test_what_a_file_leaves_out() -> None:
     assert Plan.from_dict({}) == Plan()
     assert Plan.from_dict({"compute": None, "optional": None}) == Plan()
-    read = Plan.from_dict(
-        {"compute": {"batch": ["dp", "fsdp"], "ffn": "tp"}, "regather": False, "optional": ["ffn"]}
-    )
-    assert read == Plan(
-        compute={"batch": ("dp", "fsdp"), "ffn": "tp"}, regather=False, optional=frozenset({"ffn"})
-    )
+    read = Plan.from_dict({"compute": {"batch": ["dp", "fsdp"], "ffn": "tp"}, "regather": False, "optional": ["ffn"]})
+    assert read == Plan(compute={"batch": ("dp", "fsdp"), "ffn": "tp"}, regather=False, optional=frozenset({"ffn"}))

@@ -110,8 +110,7 @@ def too_small() -> str:
 
 def test_a_mesh_that_does_not_fit_the_world() -> None:
     text = (
-        "mesh dp=3,tp=2 has 6 ranks but 2 processes were started: start 6 processes, or choose axes whose "
-        "product is 2"
+        "mesh dp=3,tp=2 has 6 ranks but 2 processes were started: start 6 processes, or choose axes whose product is 2"
     )
     assert pool(2).run(too_small) == [text, text]
 

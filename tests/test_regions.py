@@ -83,9 +83,7 @@ def test_llama_is_lawful_for_every_declared_cut(changes: dict[str, Any]) -> None
 
 def test_each_cut_is_made_in_two_three_and_as_many_parts_as_possible() -> None:
     report = check_regions(models.build("tiny", layers=1, **SHAPE))
-    numbers = {
-        (r, c): [k for region, cut, k in report.checked if (region, cut) == (r, c)] for r, c in cuts(report)
-    }
+    numbers = {(r, c): [k for region, cut, k in report.checked if (region, cut) == (r, c)] for r, c in cuts(report)}
     assert numbers["", "batch"] == [2, 3, 6]
     assert numbers["layers.0.attention", "seq"] == [2, 3, 12]
     assert numbers["layers.0.attention", "heads"] == [2, 8]
@@ -135,12 +133,19 @@ def test_real_model_is_not_changed_and_batch_is_taken() -> None:
 
 
 def test_missing_sum_of_the_output() -> None:
-    report = check_regions(
-        edited(Attention, outputs="batch seq embed -> batch res embed", cuts="heads")(CONFIG)
-    )
+    report = check_regions(edited(Attention, outputs="batch seq embed -> batch res embed", cuts="heads")(CONFIG))
     assert ("", "heads", "output 0") in found(report)
     assert hints(report) == {"add +heads to output 0"}
     assert "the model: heads cut by 2: output 0: off by " in str(report)
+
+
+def test_a_bundle_gets_the_hint_of_its_names() -> None:
+    cuts = "heads kv_heads heads+kv_heads"
+    report = check_regions(edited(Attention, outputs="batch seq embed -> batch res embed", cuts=cuts)(CONFIG))
+    assert {(v.cut, v.hint) for v in report.violations} == {
+        ("heads", "add +heads to output 0"),
+        ("heads+kv_heads", "add +heads to output 0"),
+    }
 
 
 class Redundant(nn.Module):
@@ -251,9 +256,7 @@ class MeanLoss(nn.Module):
 
 def test_local_size() -> None:
     report = check_regions(MeanLoss())
-    assert found(report) == {
-        ("", c, t) for c in ("batch", "seq") for t in ("output 0", "grad x", "grad weight")
-    }
+    assert found(report) == {("", c, t) for c in ("batch", "seq") for t in ("output 0", "grad x", "grad weight")}
     assert hints(report) == {"remove batch from cuts", "remove seq from cuts"}
 
 
@@ -287,9 +290,7 @@ def test_scale_of_cut_and_whole() -> None:
 class Crooked(nn.Module):
     """Right values, and right gradients only if the parts happen to get equal addends of the cotangent."""
 
-    region = Region(
-        {"x": "batch embed", "q": "batch heads", "index": "index heads"}, "batch embed", cuts="heads"
-    )
+    region = Region({"x": "batch embed", "q": "batch heads", "index": "index heads"}, "batch embed", cuts="heads")
 
     def forward(self, x: Tensor, q: Tensor, index: Tensor | None = None) -> Tensor:
         if index is None:
@@ -406,9 +407,7 @@ def test_inner_region_that_is_wrong_itself() -> None:
 class Through(nn.Module):
     """Hands a tensor to an inner region before heads are cut."""
 
-    region = Region(
-        {"x": "batch embed"}, "batch heads", {"scale": "_", "up.weight": "heads embed"}, "batch heads"
-    )
+    region = Region({"x": "batch embed"}, "batch heads", {"scale": "_", "up.weight": "heads embed"}, "batch heads")
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -448,9 +447,7 @@ def test_cut_of_a_name_that_nothing_has() -> None:
 def test_two_dims_of_one_tensor() -> None:
     report = check_regions(edited(MLP, cuts="batch+seq")(CONFIG), ks=(2,))
     (violation,) = report.violations
-    assert (
-        violation.detail == "ValueError: 'batch seq embed' of x can be cut by the first name of one dim only"
-    )
+    assert violation.detail == "ValueError: 'batch seq embed' of x can be cut by the first name of one dim only"
 
 
 class Noisy(nn.Module):
@@ -468,14 +465,10 @@ def test_randomness_is_named() -> None:
 def test_signatures_that_contradict_the_code_are_refused() -> None:
     with pytest.raises(ModelError, match="the model itself must be a region"):
         check_regions(nn.Linear(2, 2))
-    unnamed = with_region(
-        nn.Linear, Region({"input": "batch embed"}, "batch ffn", {"weight": "ffn embed"}, "batch")
-    )
+    unnamed = with_region(nn.Linear, Region({"input": "batch embed"}, "batch ffn", {"weight": "ffn embed"}, "batch"))
     with pytest.raises(ModelError, match="bias: no region names its dims"):
         check_regions(unnamed(4, 6))
-    short = with_region(
-        nn.Linear, Region({"input": "batch embed"}, "ffn", {"weight": "ffn embed", "bias": "ffn"})
-    )
+    short = with_region(nn.Linear, Region({"input": "batch embed"}, "ffn", {"weight": "ffn embed", "bias": "ffn"}))
     with pytest.raises(ModelError, match=r"output 0: signature 'ffn' has 1 dims, the tensor \[6, 6\]"):
         check_regions(short(4, 6))
     with pytest.raises(ModelError, match=r"input q: give its size: sizes=\{'heads': ...\}, or a batch"):

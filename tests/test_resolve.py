@@ -45,9 +45,7 @@ def says(kind: type[UserError], title: str, *faults: str) -> Iterator[None]:
 
 # Names and axes
 
-DIMS = (
-    "batch, core_heads, core_kv_heads, embed, ffn, head_dim, heads, kv_heads, kv_seq, q_seq, res, seq, vocab"
-)
+DIMS = "batch, core_heads, core_kv_heads, embed, ffn, head_dim, heads, kv_heads, kv_seq, q_seq, res, seq, vocab"
 
 
 def test_an_axis_that_shards_nothing() -> None:
@@ -70,9 +68,7 @@ def test_an_axis_that_shards_nothing() -> None:
     mesh = Mesh(tp=2)
     with fails(
         mesh,
-        "axis tp=2 shards nothing: give it a name in the plan, or take it off the mesh (the "
-        "plan uses no "
-        "axis)",
+        "axis tp=2 shards nothing: give it a name in the plan, or take it off the mesh (the plan uses no axis)",
     ):
         dl.resolve(tiny(), Plan(), mesh)
 
@@ -144,7 +140,7 @@ BATCH = "batch: 6 sequences do not divide over dp=4: use a batch of 4 or 8"
         (dict(ffn=30), dict(dp=4, tp=4), dict(batch=6), [BATCH, FFN]),
         (
             {}, dict(dp=4), dict(batch=6, micro_batches=3),
-            ["batch: 6 sequences in 3 micro-batches of 2 do not divide over dp=4: use a batch of 12"],
+            ["batch: 6 sequences in 3 micro-batches do not divide over dp=4: use a batch of 12"],
         ),
         ({}, dict(dp=2, fsdp=3), dict(batch=8),
          ["batch: 8 sequences do not divide over (dp, fsdp) of 6 in all: use a batch of 6 or 12"]),
@@ -183,8 +179,7 @@ def test_everything_at_once() -> None:
     with fails(
         mesh,
         f"storage: the model has no dimension called 'ebmed' (did you mean embed?); it has {DIMS}",
-        "axis idle=2 shards nothing: give it a name in the plan, or take it off the mesh (the plan uses dp, "
-        "fsdp, tp)",
+        "axis idle=2 shards nothing: give it a name in the plan, or take it off the mesh (the plan uses dp, fsdp, tp)",
         "batch: 6 sequences do not divide over dp=4: use a batch of 4 or 8",
         "res: a sequence of 30 does not divide over tp=4: use a length of 28 or 32",
         "embed: vocab: 33 does not divide over tp=4: use vocab of 32 or 36, or tp of 1 or 3, or leave it "
@@ -349,8 +344,7 @@ def test_the_prefix_rule_and_its_repair() -> None:
         dl.resolve(tiny(), plan, mesh)
     with fails(
         mesh,
-        "axis tp=2 shards nothing: give it a name in the plan, or take it off the mesh (the plan uses dp, "
-        "fsdp)",
+        "axis tp=2 shards nothing: give it a name in the plan, or take it off the mesh (the plan uses dp, fsdp)",
         "embed -> (fsdp) in storage and (dp) in gradients: one must begin with the other, since optimizer "
         "begins with "
         "both",
@@ -360,9 +354,24 @@ def test_the_prefix_rule_and_its_repair() -> None:
     dl.resolve(tiny(), replace(hsdp(), optimizer={"embed": ("fsdp", "dp")}), Mesh(dp=2, fsdp=2))
 
 
-def test_batches_that_micro_batches_do_not_divide() -> None:
-    with pytest.raises(PlanError, match="3 sequences"):
-        dl.resolve(tiny(), ddp(), Mesh(), batch=3, micro_batches=2)
+def test_batches_that_micro_batches_do_not_divide_are_shown_with_the_rest() -> None:
+    with pytest.raises(PlanError) as error:
+        dl.resolve(tiny(heads=6, kv_heads=6, head_dim=16), standard(), Mesh(tp=4), batch=3, micro_batches=2)
+    assert "batch: 3 sequences in 2 micro-batches do not divide: use a batch of 2 or 4" in error.value.faults
+    assert any("heads" in fault for fault in error.value.faults)
+
+
+def test_arguments_that_cannot_be_used_are_all_named() -> None:
+    with says(
+        ModelError,
+        "resolve cannot use these arguments:",
+        "batch is 0: a whole number of at least 1",
+        "seq is -1: a whole number of at least 1",
+        "micro_batches is 0: a whole number of at least 1",
+        "dtype is 'flot32' (did you mean float32 or float64 or bfloat16?): use float32, bfloat16, float64",
+        "decay is 'some': use matrices or all",
+    ):
+        dl.resolve(tiny(), ddp(), Mesh(), batch=0, seq=-1, micro_batches=0, dtype="flot32", decay="some")
 
 
 # Models that cannot be used
@@ -422,9 +431,7 @@ def test_a_small_model_resolves() -> None:
 
 def test_a_parameter_that_no_region_claims() -> None:
     with contradicts(
-        "body.down.weight: no region names its dims; add 'down.weight' to params of the region "
-        "of Inner "
-        "(body)"
+        "body.down.weight: no region names its dims; add 'down.weight' to params of the region of Inner (body)"
     ):
         resolve_small({"up.weight": "ffn embed"})
 
@@ -432,10 +439,8 @@ def test_a_parameter_that_no_region_claims() -> None:
 def test_a_signature_that_contradicts_parameters() -> None:
     with contradicts(
         "body.up.weight: signature 'ffn' has 1 dims, the tensor [16, 8]",
-        "body.dwn.weight: the region names a parameter that does not exist (did you mean down.weight or "
-        "up.weight?)",
-        "body.down.weight: no region names its dims; add 'down.weight' to params of the region of Inner "
-        "(body)",
+        "body.dwn.weight: the region names a parameter that does not exist (did you mean down.weight or up.weight?)",
+        "body.down.weight: no region names its dims; add 'down.weight' to params of the region of Inner (body)",
     ):
         resolve_small({"up.weight": "ffn", "dwn.weight": "embed ffn"})
     with contradicts(
@@ -477,17 +482,17 @@ def test_a_region_that_is_called_with_two_shapes() -> None:
 
 def test_a_model_with_memory() -> None:
     with says(
-        ModelError, "the model must be on the meta device: build it inside dtensor_lm.abstract(lambda: ...)"
+        ModelError,
+        "resolve cannot use these arguments:",
+        "the model is not on the meta device: build it inside dtensor_lm.abstract(lambda: ...)",
     ):
         dl.resolve(Llama(dl.models.config("tiny", layers=1, embed=16, ffn=16, vocab=16)), ddp(), Mesh(dp=2))
 
 
 def test_a_model_without_signature() -> None:
-    with says(
-        ModelError, "the model itself must be a region: give its class a `region` with inputs and outputs"
-    ):
+    with says(ModelError, "the model itself must be a region: give its class a `region` with inputs and outputs"):
         dl.resolve(dl.abstract(lambda: nn.Linear(2, 2)), ddp(), Mesh(dp=2), seq=4)
-    with says(ModelError, "resolve needs seq=..., since the model has no config.seq"):
+    with says(ModelError, "resolve cannot use these arguments:", "seq is missing: pass seq=..., since the model has no config.seq"):
         dl.resolve(small(RIGHT), ddp(), Mesh(dp=2))
 
 

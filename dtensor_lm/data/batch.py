@@ -103,9 +103,7 @@ class EvaluationBatches:
         return _stack(self.documents, windows, self.seq)
 
 
-def evaluation_batches(
-    documents: Tokens, *, batch: int, seq: int, sequences: int | None
-) -> EvaluationBatches:
+def evaluation_batches(documents: Tokens, *, batch: int, seq: int, sequences: int | None) -> EvaluationBatches:
     """Batches of at most `sequences` windows, spread evenly (None: all); raises DataError as `Batches`."""
     return EvaluationBatches(documents, batch=batch, seq=seq, sequences=sequences)
 

@@ -97,12 +97,7 @@ class Corpus:
         """The text of `tokens` (one dim); what is not UTF-8, or no byte at all, becomes U+FFFD."""
         values = np.asarray(tokens, dtype=np.int64).reshape(-1)
         # 255 never occurs in UTF-8, so that a token outside of the bytes is replaced too.
-        return (
-            np.where((values < 0) | (values > 255), 255, values)
-            .astype(np.uint8)
-            .tobytes()
-            .decode(errors="replace")
-        )
+        return np.where((values < 0) | (values > 255), 255, values).astype(np.uint8).tobytes().decode(errors="replace")
 
 
 def load_corpus(path: str | None) -> Corpus:
@@ -120,16 +115,12 @@ def load_corpus(path: str | None) -> Corpus:
     try:
         mode = root.stat().st_mode
     except OSError as error:
-        raise DataError(
-            "The corpus cannot be read", [f"{path}: {_reason(error)}; give an existing path"]
-        ) from error
+        raise DataError("The corpus cannot be read", [f"{path}: {_reason(error)}; give an existing path"]) from error
     if stat.S_ISDIR(mode):
         return _folder(path, root)
     if stat.S_ISREG(mode):
         return _file(path, root)
-    raise DataError(
-        "The corpus cannot be read", [f"{path}: is neither a file nor a folder; give a text file"]
-    )
+    raise DataError("The corpus cannot be read", [f"{path}: is neither a file nor a folder; give a text file"])
 
 
 def _standard_library() -> Corpus:
@@ -172,18 +163,14 @@ def _file(name: str, file: Path) -> Corpus:
     try:
         kind, part = _kind(file), _index(file)
     except OSError as error:
-        raise DataError(
-            "The corpus cannot be read", [f"{name}: {_reason(error)}; make it readable"]
-        ) from error
+        raise DataError("The corpus cannot be read", [f"{name}: {_reason(error)}; make it readable"]) from error
     if kind == "empty":
         raise DataError("The corpus is empty", [f"{name}: has no bytes; give a file with text"])
     if kind != "text":
         raise DataError("The corpus cannot be read", [f"{name}: is not UTF-8 text; convert it"])
     cut = part.size - part.size * VALIDATION_PERCENT // 100
     if cut == part.size:
-        fault = (
-            f"{name}: the last {VALIDATION_PERCENT} % of {part.size} bytes is nothing; give at least 20 bytes"
-        )
+        fault = f"{name}: the last {VALIDATION_PERCENT} % of {part.size} bytes is nothing; give at least 20 bytes"
         raise DataError("The validation part is empty", [fault])
     before = Part(part.path, 0, cut, part.size, part.modified_ns)
     after = Part(part.path, cut, part.size, part.size, part.modified_ns)

@@ -85,7 +85,12 @@ class AttentionCore(nn.Module):
         self.group = group  # query heads per key-value head
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, head_index: Tensor | None = None, kv_index: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        head_index: Tensor | None = None,
+        kv_index: Tensor | None = None,
     ) -> Tensor:
         return causal_attention(q, k, v, self.group, head_index, kv_index)
 

@@ -66,7 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
         lse = log + largest
         if z:
             loss = loss + z * lse.square()
-        ctx.save_for_backward(exp, sums[0], lse, local, mine, kept)  # type: ignore[attr-defined]
+        ctx.save_for_backward(exp, sums[0], lse, local, mine, kept)
         ctx.constants = (vocab, smoothing, z, logits.dtype)  # type: ignore[attr-defined]
         return (loss * kept).sum()
 

@@ -16,5 +16,16 @@ from dtensor_lm.sharding_plans.library import (
 from dtensor_lm.sharding_plans.plan import Plan
 
 __all__ = [
-    "NAMED", "Plan", "ddp", "fsdp", "hsdp", "named", "standard", "tp", "tp_sp", "zero1", "zero2", "zero3",
+    "NAMED",
+    "Plan",
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "named",
+    "standard",
+    "tp",
+    "tp_sp",
+    "zero1",
+    "zero2",
+    "zero3",
 ]

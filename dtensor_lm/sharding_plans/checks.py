@@ -60,6 +60,7 @@ class Checks:
         self._unknown_names()
         self._idle_axes()
         self._prefixes()
+        self._batch()
         self._divisible()
         fused = self._fused()
         self._regions(fused)
@@ -69,43 +70,65 @@ class Checks:
         for name in sorted(self.plan.names - self.plan.optional):
             tables = [table for table in TABLES if name in getattr(self.plan, table)]
             if name not in self.known:
-                self.add("", f"{'/'.join(tables)}: the model has no dimension called {name!r}"
-                             f"{nearest(name, self.known)}; it has {', '.join(sorted(self.known))}")
+                self.add(
+                    "",
+                    f"{'/'.join(tables)}: the model has no dimension called {name!r}"
+                    f"{nearest(name, self.known)}; it has {', '.join(sorted(self.known))}",
+                )
             elif name not in self.stored and tables != ["compute"]:
                 rows = "/".join(table for table in tables if table != "compute")
-                self.add("", f"{rows}: no parameter has the dimension {name!r}; "
-                             f"parameters have {', '.join(sorted(self.stored))}")
+                self.add(
+                    "",
+                    f"{rows}: no parameter has the dimension {name!r}; "
+                    f"parameters have {', '.join(sorted(self.stored))}",
+                )
 
     def _idle_axes(self) -> None:
         planned = {a for table in TABLES for name in self.plan.names for a in self.plan.axes(table, name)}
-        used = {axis for table in TABLES for name in (self.known if table == "compute" else self.stored)
-                for axis in self.axes(table, name)}
+        used = {
+            axis
+            for table in TABLES
+            for name in (self.known if table == "compute" else self.stored)
+            for axis in self.axes(table, name)
+        }
         for axis in self.mesh.active:
             if axis not in used:
                 near = nearest(axis, planned - set(self.mesh))
-                self.add("", f"axis {axis}={self.mesh[axis]} shards nothing{near}: "
-                             f"give it a name in the plan, or take it off the mesh (the plan uses "
-                             f"{', '.join(sorted(planned)) or 'no axis'})")
+                self.add(
+                    "",
+                    f"axis {axis}={self.mesh[axis]} shards nothing{near}: "
+                    f"give it a name in the plan, or take it off the mesh (the plan uses "
+                    f"{', '.join(sorted(planned)) or 'no axis'})",
+                )
 
     def _prefixes(self) -> None:
         for name in sorted(self.plan.names & self.known):
             rows = {table: self.axes(table, name) for table in TABLES}
-            for table, befores in (("storage", ["compute"]), ("gradients", ["compute"]),
-                                   ("optimizer", ["storage", "gradients"])):
+            for table, befores in (
+                ("storage", ["compute"]),
+                ("gradients", ["compute"]),
+                ("optimizer", ["storage", "gradients"]),
+            ):
                 broken = [b for b in befores if rows[table][: len(rows[b])] != rows[b]]
                 if not broken:
                     continue
                 first, *others = sorted((rows[b] for b in befores), key=len, reverse=True)
                 if any(first[: len(other)] != other for other in others):
                     storage, gradients = _show(rows["storage"]), _show(rows["gradients"])
-                    self.add("", f"{name} -> {storage} in storage and {gradients} in "
-                                 "gradients: one must begin with the other, since optimizer begins with "
-                                 "both")
+                    self.add(
+                        "",
+                        f"{name} -> {storage} in storage and {gradients} in "
+                        "gradients: one must begin with the other, since optimizer begins with "
+                        "both",
+                    )
                     continue
                 repaired = first + tuple(axis for axis in rows[table] if axis not in first)
                 said = " and ".join(f"{b}, {_show(rows[b])}" for b in broken[:1])
-                self.add("", f"{table}: {name} -> {_show(rows[table])} must begin with its axes in {said}: "
-                             f"write {_show(repaired)}")
+                self.add(
+                    "",
+                    f"{table}: {name} -> {_show(rows[table])} must begin with its axes in {said}: "
+                    f"write {_show(repaired)}",
+                )
 
     def _divisible(self) -> None:
         """Compute cuts are even. A dim with one name outside of a region and one inside is one fault."""
@@ -114,7 +137,7 @@ class Checks:
         for path, sizes in self.trace.sizes.items():
             for name, size in sizes.items():
                 axes = self.axes("compute", name)
-                if size % self.mesh.product(axes):
+                if name != "batch" and size % self.mesh.product(axes):
                     first = outer.get(name, name)
                     key = (first if self.axes("compute", first) == axes else name, size, axes)
                     found.setdefault(key, {}).setdefault(name, path)
@@ -123,18 +146,31 @@ class Checks:
             parts = self.mesh.product(axes)
             where = f"{axes[0]}={parts}" if len(axes) == 1 else f"{_show(axes)} of {parts} in all"
             what = " and ".join(names)
-            if names == ["batch"]:
-                unit = parts * self.micro
-                split = f" in {self.micro} micro-batches of {size}" if self.micro > 1 else ""
-                self.add("", f"batch: {self.batch} sequences{split} do not divide over {where}: "
-                             f"use a batch of {_around(self.batch, unit)}")
-            elif names[0] in SEQUENCE:
-                self.add("", f"{what}: a sequence of {size} does not divide over {where}: "
-                             f"use a length of {_around(size, parts)}")
+            if names[0] in SEQUENCE:
+                self.add(
+                    "",
+                    f"{what}: a sequence of {size} does not divide over {where}: "
+                    f"use a length of {_around(size, parts)}",
+                )
             else:
-                self.add(path, f"{what}: {size} does not divide over {where}{self._paired(path, names)}: "
-                               f"use {names[0]} of {_around(size, parts)}, or {self._sizes(axes, parts)}"
-                               f"{self._whole(names, axes)}")
+                self.add(
+                    path,
+                    f"{what}: {size} does not divide over {where}{self._paired(path, names)}: "
+                    f"use {names[0]} of {_around(size, parts)}, or {self._sizes(axes, parts)}"
+                    f"{self._whole(names, axes)}",
+                )
+
+    def _batch(self) -> None:
+        axes = self.axes("compute", "batch")
+        parts = self.mesh.product(axes)
+        if self.batch % (parts * self.micro):
+            split = f" in {self.micro} micro-batches" if self.micro > 1 else ""
+            over = f" over {_show(axes)} of {parts} in all" if len(axes) > 1 else f" over {axes[0]}={parts}" if axes else ""
+            self.add(
+                "",
+                f"batch: {self.batch} sequences{split} do not divide{over}: "
+                f"use a batch of {_around(self.batch, parts * self.micro)}",
+            )
 
     def _outer_names(self) -> dict[str, str]:
         """Inner name -> the name of the same dim outside of the region that has it, where they differ."""
@@ -156,10 +192,14 @@ class Checks:
 
     def _sizes(self, axes: tuple[str, ...], parts: int) -> str:
         """The sizes of the axes that divide every dim that they cut, around the one that was asked for."""
-        common = math.gcd(*(
-            size * (self.micro if name == "batch" else 1) for sizes in self.trace.sizes.values()
-            for name, size in sizes.items() if self.axes("compute", name) == axes
-        ))
+        common = math.gcd(
+            *(
+                size * (self.micro if name == "batch" else 1)
+                for sizes in self.trace.sizes.values()
+                for name, size in sizes.items()
+                if self.axes("compute", name) == axes
+            )
+        )
         works = [str(d) for d in range(1, min(common, 2 * parts) + 1) if common % d == 0]
         text = " or ".join(filter(None, (", ".join(works[:-1]), works[-1])))
         return f"{axes[0]} of {text}" if len(axes) == 1 else f"{_show(axes)} of {text} in all"
@@ -183,10 +223,13 @@ class Checks:
                     table = next((t for t in tables if self.axes(t, inner)), None)
                     if table:
                         broken.add(inner)
-                        self.add(path, f"{table}: {inner} -> {_show(self.axes(table, inner))} would cut "
-                                       "inside the fused "
-                                       f"dims that it stands in: {inner} -> ()",
-                                 f" (only {names[0]} of ({' '.join(names)}) can be cut)")
+                        self.add(
+                            path,
+                            f"{table}: {inner} -> {_show(self.axes(table, inner))} would cut "
+                            "inside the fused "
+                            f"dims that it stands in: {inner} -> ()",
+                            f" (only {names[0]} of ({' '.join(names)}) can be cut)",
+                        )
         return frozenset(broken)
 
     def _regions(self, fused: frozenset[str]) -> None:
@@ -204,13 +247,19 @@ class Checks:
                     (name,) = cut
                     together = f", or cut {' or '.join(bundles)} together" if bundles else ""
                     rest = tuple(a for a in self.axes("compute", name) if a != axis)
-                    self.add(path, f"needs {name} whole, but the plan cuts it by axis {axis}: {name} -> "
-                                   f"{_show(rest)}"
-                                   f"{together}", f" ({kind} may be cut by {allowed})")
+                    self.add(
+                        path,
+                        f"needs {name} whole, but the plan cuts it by axis {axis}: {name} -> {_show(rest)}{together}",
+                        f" ({kind} may be cut by {allowed})",
+                    )
                 else:
-                    self.add(path, f"axis {axis} would cut {' and '.join(sorted(cut))} of one region, and an "
-                                   "axis serves "
-                                   f"one cut: take it off all but one", f" ({kind} may be cut by {allowed})")
+                    self.add(
+                        path,
+                        f"axis {axis} would cut {' and '.join(sorted(cut))} of one region, and an "
+                        "axis serves "
+                        f"one cut: take it off all but one",
+                        f" ({kind} may be cut by {allowed})",
+                    )
             for bundle in (cut for cut in region.cuts if len(cut) > 1):
                 self._bundle(path, sorted(bundle))
 
@@ -226,8 +275,10 @@ class Checks:
                 f"{name} -> {_show(begin + tuple(axis for axis in t if axis not in shared))}"
                 for name, t in tuples.items()
             )
-            self.add(path, f"{rows}: axes that cut them together come first and in the same order: write "
-                           f"{repaired}")
+            self.add(
+                path,
+                f"{rows}: axes that cut them together come first and in the same order: write {repaired}",
+            )
 
     def _all_dims(self) -> Iterator[tuple[str, tuple[tuple[str, ...], ...], tuple[str, ...]]]:
         """Path, dims and tables of every tensor."""
@@ -250,9 +301,12 @@ class Checks:
                     one, *rest = [name for name in names if axis in self.axes(table, name)] or [""]
                     for other in rest:
                         if (axis, one, other) not in told and table != "compute":
-                            self.add(path, f"{table}: axis {axis} would cut two dims of one tensor, {one} "
-                                           f"and {other}: "
-                                           f"take it off one of them")
+                            self.add(
+                                path,
+                                f"{table}: axis {axis} would cut two dims of one tensor, {one} "
+                                f"and {other}: "
+                                f"take it off one of them",
+                            )
                         told.add((axis, one, other))
 
 

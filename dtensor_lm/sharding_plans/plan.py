@@ -39,9 +39,11 @@ class Plan:
             for name, axes in dict(getattr(self, table)).items():
                 row = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
                 if not all(_is_word(word) for word in (name, *row)):
-                    faults.append(f"{table}: {name!r} -> {axes!r} is not a name and its axes, such as embed: "
-                                  "fsdp, or a "
-                                  f"list of axes, outer to inner, such as embed: [fsdp, dp]")
+                    faults.append(
+                        f"{table}: {name!r} -> {axes!r} is not a name and its axes, such as embed: "
+                        "fsdp, or a "
+                        f"list of axes, outer to inner, such as embed: [fsdp, dp]"
+                    )
                 elif len(set(row)) < len(row):
                     faults.append(f"{table}: {name} -> {axes!r} names an axis twice")
                 else:

@@ -104,9 +104,7 @@ def reduction_rounds(parameters: Mapping[str, Parameter]) -> tuple[list[Round], 
 def update_rounds(parameters: Mapping[str, Parameter]) -> list[Round]:
     """Once a step: updated parameters from the optimizer's layout back to storage."""
     dtype = next(iter(parameters.values())).storage.dtype
-    return gather_rounds(
-        {n: (replace(p.optimizer, dtype=dtype), p.storage) for n, p in parameters.items()}, dtype
-    )
+    return gather_rounds({n: (replace(p.optimizer, dtype=dtype), p.storage) for n, p in parameters.items()}, dtype)
 
 
 def step_collectives(parameters: Mapping[str, Parameter], mesh: Mesh) -> Iterator[Collective]:

@@ -29,7 +29,7 @@ def hops(short: Layout, long: Layout) -> tuple[Hop, ...]:
     return tuple(
         Hop(axis, i)
         for i, (a, b) in enumerate(zip(short.dims, long.dims, strict=True))
-        for axis in b.axes[len(a.axes):]
+        for axis in b.axes[len(a.axes) :]
     )
 
 
@@ -115,6 +115,7 @@ class Program:
     gathers: tuple[Gather, ...]
     edges: tuple[Edge, ...]
     collectives: tuple[Collective, ...]
+    sizes: dict[str, int]  # of every name, where a region first has it
     inputs: dict[str, Layout]  # integer inputs of the model, one micro-batch
     output: Layout  # of the loss
     model: nn.Module = field(repr=False)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dtensor_lm.edges import Collective, UnsupportedEdge, collectives, edge_steps
-from dtensor_lm.errors import ModelError, PlanError
+from dtensor_lm.errors import ModelError, nearest
 from dtensor_lm.layout import ITEMSIZE, Dim, Layout
 from dtensor_lm.mesh import Mesh
 from dtensor_lm.region import TensorSpec
@@ -40,23 +40,47 @@ def resolve(
 
     Raises `PlanError` with every fault of the plan, `ModelError` with every contradiction of the signatures.
     """
-    data_ranks = mesh.product(axis for axis in plan.axes("compute", "batch"))
-    batch = batch if batch is not None else data_ranks * micro_batches
+    faults = [
+        f"{name} is {value!r}: a whole number of at least 1"
+        for name, value in (("batch", batch), ("seq", seq), ("micro_batches", micro_batches))
+        if value is not None and (not isinstance(value, int) or value < 1)
+    ]
+    if dtype is not None and dtype not in DTYPES:
+        faults.append(f"dtype is {dtype!r}{nearest(dtype, DTYPES)}: use {', '.join(DTYPES)}")
+    if decay not in DECAYS:
+        faults.append(f"decay is {decay!r}: use {' or '.join(DECAYS)}")
     seq = seq if seq is not None else getattr(getattr(model, "config", None), "seq", None)
     if seq is None:
-        raise ModelError("resolve needs seq=..., since the model has no config.seq")
-    if micro_batches < 1 or batch < micro_batches or batch % micro_batches:
-        raise PlanError(f"a batch of {batch} sequences cannot be split into {micro_batches} equal micro-batches")
+        faults.append("seq is missing: pass seq=..., since the model has no config.seq")
+    if any(not p.is_meta for p in model.parameters()):
+        faults.append("the model is not on the meta device: build it inside dtensor_lm.abstract(lambda: ...)")
+    if faults or seq is None:
+        raise ModelError("resolve cannot use these arguments:", faults)
+    data_ranks = mesh.product(plan.axes("compute", "batch"))
+    batch = batch if batch is not None else data_ranks * micro_batches
     model = copy.deepcopy(model)
     if dtype is not None:
         model.to(getattr(torch, dtype))
-    record = trace(model, {"batch": batch // micro_batches, "seq": seq})
+    # A batch that micro-batches do not divide is one of the plan's faults: all of them are shown together.
+    record = trace(model, {"batch": max(1, batch // micro_batches), "seq": seq})
     return _Resolver(model, record, plan, mesh, batch, seq, micro_batches, decay).program()
+
+
+DTYPES = ("float32", "bfloat16", "float64")
+DECAYS = ("matrices", "all")
 
 
 class _Resolver:
     def __init__(
-        self, model: nn.Module, record: Trace, plan: Plan, mesh: Mesh, batch: int, seq: int, micro: int, decay: str
+        self,
+        model: nn.Module,
+        record: Trace,
+        plan: Plan,
+        mesh: Mesh,
+        batch: int,
+        seq: int,
+        micro: int,
+        decay: str,
     ) -> None:
         self.model, self.trace, self.plan, self.mesh, self.decay = model, record, plan, mesh, decay
         self.batch, self.seq, self.micro = batch, seq, micro
@@ -112,8 +136,26 @@ class _Resolver:
         inputs = {n: self._layout("", region.inputs[n].inner, v) for n, v in root.inputs.items()}
         assert root.outputs[0] is not None
         output = self._layout("", region.outputs[0].inner, root.outputs[0])
-        return Program(self.mesh, self.plan, self.batch, self.seq, self.micro, dtype, parameters, regions, gathers,
-                       edges, tuple(every), inputs, output, self.model)
+        sizes: dict[str, int] = {}
+        for found in self.trace.sizes.values():
+            sizes = {**found, **sizes}
+        return Program(
+            self.mesh,
+            self.plan,
+            self.batch,
+            self.seq,
+            self.micro,
+            dtype,
+            parameters,
+            regions,
+            gathers,
+            edges,
+            tuple(every),
+            sizes,
+            inputs,
+            output,
+            self.model,
+        )
 
     def _layout(self, path: str, spec: TensorSpec, value: Value, table: str = "compute") -> Layout:
         """Layout of a tensor inside a region."""
@@ -137,12 +179,26 @@ class _Resolver:
         master = value.dtype if ITEMSIZE[value.dtype] >= 4 else "float32"
         matrix = len(value.shape) >= 2 and "bias" not in name.rsplit(".", 1)[-1]
         return Parameter(
-            name, str(spec), self.decay == "all" or matrix, layouts["compute"], layouts["storage"],
-            replace(layouts["gradients"], dtype=master), replace(layouts["optimizer"], dtype=master),
+            name,
+            str(spec),
+            self.decay == "all" or matrix,
+            layouts["compute"],
+            layouts["storage"],
+            replace(layouts["gradients"], dtype=master),
+            replace(layouts["optimizer"], dtype=master),
         )
 
-    def _edge(self, call: Call, tensor: str, kind: str, source: Layout, target: Layout, value: Value,
-              count: int, parameter: str = "") -> Edge | None:
+    def _edge(
+        self,
+        call: Call,
+        tensor: str,
+        kind: str,
+        source: Layout,
+        target: Layout,
+        value: Value,
+        count: int,
+        parameter: str = "",
+    ) -> Edge | None:
         try:
             steps = edge_steps(source, target)
         except UnsupportedEdge as error:
@@ -196,8 +252,9 @@ class _Resolver:
                 indices[name] = (dim, sizes[dim], self.axes("compute", dim))
             elif crossing.inner.kind == "reduce":
                 reducers[name] = self.axes("compute", dim)
-        return RegionPlan(path, self.trace.units[path], inputs, tuple(outputs), uses, indices, reducers,
-                          self.live[path])
+        return RegionPlan(
+            path, self.trace.units[path], inputs, tuple(outputs), uses, indices, reducers, self.live[path]
+        )
 
     def _reductions(self) -> list[Collective]:
         """Exchanges that regions make themselves over the parts of a name."""
@@ -211,8 +268,9 @@ class _Resolver:
                 for size, name in zip(r.shape, r.dims, strict=True):
                     numel *= size // (self.mesh.product(self.axes("compute", name)) if name != "_" else 1)
                 where = f"{call.path}: {r.op} over {r.name}"
-                found.append(Collective("all_reduce", axes, r.dtype, numel * ITEMSIZE[r.dtype], self.micro,
-                                        "forward", where))
+                found.append(
+                    Collective("all_reduce", axes, r.dtype, numel * ITEMSIZE[r.dtype], self.micro, "forward", where)
+                )
         return found
 
     def _gathers(self, parameters: dict[str, Parameter]) -> tuple[Gather, ...]:
@@ -227,8 +285,13 @@ class _Resolver:
                     names.append(use.parameter)
         calls = {path: sum(c.path == path for c in self.trace.calls) for path in self.trace.regions}
         return tuple(
-            Gather(unit, tuple(names), gather, scatter,
-                   self.plan.regather and bool(gather) and not self.trace.saved[unit].isdisjoint(names),
-                   calls[unit] * self.micro)
+            Gather(
+                unit,
+                tuple(names),
+                gather,
+                scatter,
+                self.plan.regather and bool(gather) and not self.trace.saved[unit].isdisjoint(names),
+                calls[unit] * self.micro,
+            )
             for (unit, gather, scatter), names in found.items()
         )

@@ -50,33 +50,50 @@ def table(p: Program) -> str:
         later = [
             f"{t} {layout}"
             for t, layout, before in (
-                ("gradients", x.gradients, x.storage), ("optimizer", x.optimizer, x.gradients))
+                ("gradients", x.gradients, x.storage),
+                ("optimizer", x.optimizer, x.gradients),
+            )
             if layout.dims != before.dims
         ]
         more = [f"gathered {x.gathered}"] if x.gathered.dims != x.storage.dims else []
-        groups[generic(x.name), str(x.storage), _shape(x.storage), bytes_text(x.storage.local_bytes()),
-               "decays" if x.decay else "", "; ".join(more + later)] += 1
+        groups[
+            generic(x.name),
+            str(x.storage),
+            _shape(x.storage),
+            bytes_text(x.storage.local_bytes()),
+            "decays" if x.decay else "",
+            "; ".join(more + later),
+        ] += 1
     lines += _table((name + _times(n), *rest) for (name, *rest), n in groups.items())
     states = "S cut, P addends, R equal with partial gradients, I equal"
     lines += ["", f"edges (state changes {states}; forward / backward)"]
     edges: dict[tuple[str, ...], int] = defaultdict(int)
     for e in p.edges:
         if e.steps:
-            edges[generic(e.region) or "model", e.tensor, str(e.source), "->", str(e.target),
-                  "; ".join(map(str, e.steps))] += 1
+            edges[
+                generic(e.region) or "model",
+                e.tensor,
+                str(e.source),
+                "->",
+                str(e.target),
+                "; ".join(map(str, e.steps)),
+            ] += 1
     rows = [(region + _times(n), *rest) for (region, *rest), n in edges.items()]
     lines += _table(rows) if rows else ["  none"]
     lines += ["", "collectives per rank and step"]
     calls: dict[tuple[str, str, str, str, int], int] = defaultdict(int)
     for c in p.collectives:
         calls[c.phase, c.op, ".".join(c.axes), f"{generic(c.where)} ({c.dtype})", c.bytes] += c.count
-    rows = [(phase, op, "@" + axes, f"{n} x", bytes_text(size), where)
-            for (phase, op, axes, where, size), n in calls.items()]
+    rows = [
+        (phase, op, "@" + axes, f"{n} x", bytes_text(size), where)
+        for (phase, op, axes, where, size), n in calls.items()
+    ]
     lines += _table(rows) if rows else ["  none"]
     if rows:
         wire = sum(c.wire_bytes(p.mesh) * c.count for c in p.collectives)
-        lines.append(f"  in all {sum(c.count for c in p.collectives)} collectives; each rank sends "
-                     f"{bytes_text(wire)} in rings")
+        lines.append(
+            f"  in all {sum(c.count for c in p.collectives)} collectives; each rank sends {bytes_text(wire)} in rings"
+        )
     return "\n".join(lines)
 
 
@@ -99,21 +116,48 @@ def data(p: Program) -> dict[str, object]:
         "parameter_count": sum(prod(x.storage.shape) for x in p.parameters.values()),
         "bytes_per_rank": p.bytes_per_rank(),
         "parameters": [
-            {"name": x.name, "dims": x.spec, "shape": list(x.storage.shape), "weight_decay": x.decay,
-             **{t: getattr(x, t).as_dict() for t in ("gathered", "storage", "gradients", "optimizer")}}
+            {
+                "name": x.name,
+                "dims": x.spec,
+                "shape": list(x.storage.shape),
+                "weight_decay": x.decay,
+                **{t: getattr(x, t).as_dict() for t in ("gathered", "storage", "gradients", "optimizer")},
+            }
             for x in p.parameters.values()
         ],
         "edges": [
-            {"region": e.region, "tensor": e.tensor, "kind": e.kind, "from": e.source.as_dict(),
-             "to": e.target.as_dict(), "crossings": e.count,
-             "steps": [{"axes": list(s.axes), "change": ">".join(s.change), "dim": s.dim, "other": s.other,
-                        "forward": s.forward, "backward": s.backward if e.grad else "nothing"}
-                       for s in e.steps]}
+            {
+                "region": e.region,
+                "tensor": e.tensor,
+                "kind": e.kind,
+                "from": e.source.as_dict(),
+                "to": e.target.as_dict(),
+                "crossings": e.count,
+                "steps": [
+                    {
+                        "axes": list(s.axes),
+                        "change": ">".join(s.change),
+                        "dim": s.dim,
+                        "other": s.other,
+                        "forward": s.forward,
+                        "backward": s.backward if e.grad else "nothing",
+                    }
+                    for s in e.steps
+                ],
+            }
             for e in p.edges
         ],
         "collectives": [
-            {"phase": c.phase, "op": c.op, "axes": list(c.axes), "dtype": c.dtype, "bytes": c.bytes,
-             "count": c.count, "where": c.where, "wire_bytes": c.wire_bytes(p.mesh)}
+            {
+                "phase": c.phase,
+                "op": c.op,
+                "axes": list(c.axes),
+                "dtype": c.dtype,
+                "bytes": c.bytes,
+                "count": c.count,
+                "where": c.where,
+                "wire_bytes": c.wire_bytes(p.mesh),
+            }
             for c in p.collectives
         ],
     }

@@ -69,6 +69,7 @@ def differences(expected: Counts, found: Counts) -> list[str]:
     for key in sorted({*expected, *found}):
         if expected[key] != found[key]:
             op, axes, dtype, size = key
-            lines.append(f"{op} @{'.'.join(axes)} {dtype} of {size} bytes: predicted {expected[key]}, found {found[key]}")
+            lines.append(
+                f"{op} @{'.'.join(axes)} {dtype} of {size} bytes: predicted {expected[key]}, found {found[key]}"
+            )
     return lines
-

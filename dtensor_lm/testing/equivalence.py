@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,11 @@ from dtensor_lm.ops.cross_entropy import IGNORE
 from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.state import TrainState, local, take, whole, wrap
 from dtensor_lm.testing.counting import CountCollectives, differences, predicted
-from dtensor_lm.training.optimizer import AdamW, Optimizer, SGD
+from dtensor_lm.training.optimizer import SGD, AdamW, Optimizer
 from dtensor_lm.training.step import Batch, TrainStep, train_step
 
 Whole = dict[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass
@@ -62,13 +64,13 @@ class Report:
 def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
     """Whole integer inputs of one step, the same on every rank: random tokens, labels masked in several patterns."""
     g = torch.Generator().manual_seed(seed)
-    vocab = program.model.config.vocab
+    vocab = program.sizes["vocab"]
     shape = (program.batch, program.seq)
     tokens, labels = (torch.randint(0, vocab, shape, generator=g) for _ in range(2))
     labels[torch.rand(shape, generator=g) < 0.1] = IGNORE
     if program.batch > 1:
         labels[0] = IGNORE  # a row, and with one row per rank a whole rank or micro-batch, without a single label
-    labels[-1, program.seq // 2:] = IGNORE
+    labels[-1, program.seq // 2 :] = IGNORE
     return {"tokens": tokens, "labels": labels}
 
 
@@ -154,8 +156,14 @@ def replicas_equal(state: TrainState, program: Program) -> list[str]:
 
 
 def compare(
-    program: Program, *, seed: int = 0, steps: int = 3, tolerance: float = 1e-10, device: str = "cpu",
-    values: Whole | None = None, batches: list[dict[str, Tensor]] | None = None,
+    program: Program,
+    *,
+    seed: int = 0,
+    steps: int = 3,
+    tolerance: float = 1e-10,
+    device: str = "cpu",
+    values: Whole | None = None,
+    batches: list[dict[str, Tensor]] | None = None,
 ) -> Report:
     """Runs a Program on this process group against one device on rank 0; every rank returns rank 0's report.
 
@@ -169,9 +177,7 @@ def compare(
     first = step.init(seed)
     known = recipes(program.model)
     names = program.parameters.items()
-    initial = {
-        n: draw(known[n], n, seed, p.storage.shape, [(0, s) for s in p.storage.shape], dtype) for n, p in names
-    }
+    initial = {n: draw(known[n], n, seed, p.storage.shape, [(0, s) for s in p.storage.shape], dtype) for n, p in names}
     drawn = gathered(first.parameters)
     report.initial_values_equal = all(torch.equal(drawn[n], initial[n].to(drawn[n].dtype)) for n in initial)
     if values is None:
@@ -220,14 +226,17 @@ def compare(
     return _from_first(report)
 
 
-def _train(step: TrainStep, state: TrainState, batches: list[dict[str, Tensor]], clip: float, o: Optimizer) -> TrainState:
+def _train(
+    step: TrainStep, state: TrainState, batches: list[dict[str, Tensor]], clip: float, o: Optimizer
+) -> TrainState:
     step.clip_norm = clip
     for batch in batches:
         state, _ = step(state, parts(step.program, batch, step.device))
     return state
 
 
-def _from_first(value: object) -> object:
+def _from_first(value: T) -> T:
+    """Rank 0's value, on every rank."""
     box = [value]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)

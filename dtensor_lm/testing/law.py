@@ -224,9 +224,7 @@ class Piece:
 class _Stub:
     """Stands for an inner region: notes what it takes, gives what is recorded."""
 
-    def __init__(
-        self, module: nn.Module, calls: list[tuple[str, Call]], values: Tensors, leave: Tensors
-    ) -> None:
+    def __init__(self, module: nn.Module, calls: list[tuple[str, Call]], values: Tensors, leave: Tensors) -> None:
         self.bind, self.region = bind(module.forward), signature(module)
         self.calls, self.values, self.leave = iter(calls), values, leave
 

@@ -129,7 +129,8 @@ def _check(piece: Piece, report: Report, ks: Sequence[int] | None) -> None:
         report.checked += [(path, _text(cut), k) for k in found]
         if not found:
             report.unchecked.append((path, _text(cut)))
-        hint = _hint(piece, cut, found) if any(found.values()) else ""
+        before = {v.hint for v in report.violations if v.region == path}
+        hint = _hint(piece, cut, found, before) if any(found.values()) else ""
         report.violations += [
             Violation(path, _text(cut), k, f.tensor, f.error, hint, f.detail)
             for k, faults in found.items()
@@ -156,11 +157,12 @@ def _text(cut: Cut) -> str:
 # ---- hints: the smallest change that repairs a signature ---------------------------------------------------
 
 
-def _hint(piece: Piece, cut: Cut, found: Mapping[int, list[Fault]]) -> str:
+def _hint(piece: Piece, cut: Cut, found: Mapping[int, list[Fault]], before: set[str]) -> str:
+    """`before`: hints of smaller cuts of the region, tried first."""
     lawful = [str(k) for k, faults in found.items() if not faults]
     k = next(k for k, faults in found.items() if faults)
     if not lawful:
-        for text, specs in _edits(piece, cut):
+        for text, specs in sorted(_edits(piece, cut), key=lambda edit: edit[0] not in before):
             if not piece.faults(cut, k, specs):
                 return text
     text = f"remove {_text(cut)} from cuts"

@@ -217,9 +217,7 @@ def _serve(rank: int, world: int, folder: str, connection: Connection) -> None:
 
     torch.set_num_threads(max(1, available_cores() // world))
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
-        )
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     except Exception as error:
         connection.send(_Answer(None, Failure.of(rank, error), None))
         return

@@ -22,7 +22,7 @@ from dtensor_lm.errors import ConfigError, DataError, UserError
 from dtensor_lm.from_config import program_of
 from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.training import schedule
-from dtensor_lm.training.optimizer import AdamW, Optimizer, SGD
+from dtensor_lm.training.optimizer import SGD, AdamW, Optimizer
 from dtensor_lm.training.sample import sample
 from dtensor_lm.training.step import Batch, TrainStep, train_step
 
@@ -37,7 +37,7 @@ class Data:
     def __init__(self, config: TrainConfig, program: Program) -> None:
         self.corpus: Corpus = load_corpus(config.data)
         self.program = program
-        vocab = program.model.config.vocab  # type: ignore[union-attr]
+        vocab = program.sizes["vocab"]
         if vocab < self.corpus.vocab:
             raise DataError(f"the corpus has {self.corpus.vocab} token ids, the model's vocabulary is {vocab}")
         rows = program.batch // program.micro_batches
@@ -72,7 +72,11 @@ class Data:
     def digest(self) -> tuple[int, int, int]:
         """What must be the same on every rank."""
         corpus = self.corpus
-        return len(corpus.train), len(corpus.validation), int(corpus.train.read(0, min(4096, len(corpus.train))).sum())
+        return (
+            len(corpus.train),
+            len(corpus.validation),
+            int(corpus.train.read(0, min(4096, len(corpus.train))).sum()),
+        )
 
 
 def _tensors(rows: tuple[Any, Any], columns: slice, device: torch.device) -> dict[str, Tensor]:
@@ -97,7 +101,9 @@ class Folder:
     """The run folder, written by rank 0 alone: config.yaml, metrics.jsonl, sample.txt."""
 
     def __init__(self, config: TrainConfig) -> None:
-        name = f"{config.model}-{config.mesh.replace('=', '').replace(',', '-') or 'one'}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = (
+            f"{config.model}-{config.mesh.replace('=', '').replace(',', '-') or 'one'}-{time.strftime('%Y%m%d-%H%M%S')}"
+        )
         self.path = Path(config.run_dir or f"runs/{name}")
         self.metrics: TextIO | None = None
         fault: UserError | None = None
@@ -166,8 +172,8 @@ class _Run:
         self.say(f"{config.model}: {count:,} parameters on mesh {config.mesh or '(one process)'}, {config.dtype}, "
                  f"{step.device.type}; {self.data.corpus.describe()}")  # fmt: skip
         state = step.init(config.seed)
-        bar = tqdm(total=config.steps, disable=self.quiet or not config.progress or not sys.stderr.isatty(), unit="step",
-                   dynamic_ncols=True)  # fmt: skip
+        hidden = self.quiet or not config.progress or not sys.stderr.isatty()
+        bar = tqdm(total=config.steps, disable=hidden, unit="step", dynamic_ncols=True)
         record: dict[str, object] = {}
         for i in range(config.steps):
             began = time.perf_counter()

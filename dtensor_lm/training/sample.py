@@ -33,7 +33,7 @@ def sample(
     generator = torch.Generator(device=device).manual_seed(seed)
     text = list(config.prompt.encode()) or [0]
     for _ in range(config.tokens):
-        window = torch.tensor([text[-program.seq:]], device=device)
+        window = torch.tensor([text[-program.seq :]], device=device)
         logits = model(window)[0, -1].float()
         if config.temperature == 0:
             text.append(int(logits.argmax()))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dtensor_lm import process_groups
 from dtensor_lm.collectives import all_reduce, group_of
@@ -40,7 +41,12 @@ class TrainStep:
     """A Program bound to this rank, with an optimizer. Made by `train_step`."""
 
     def __init__(
-        self, program: Program, optimizer: Optimizer, lr: float, schedule: Schedule | None, clip_norm: float,
+        self,
+        program: Program,
+        optimizer: Optimizer,
+        lr: float,
+        schedule: Schedule | None,
+        clip_norm: float,
         device: torch.device,
     ) -> None:
         self.program, self.optimizer, self.lr, self.schedule = program, optimizer, lr, schedule
@@ -87,7 +93,8 @@ class TrainStep:
         return state
 
     def _state(self, block: BlockMaker) -> TrainState:
-        parameters, optimizer = {}, {slot: {} for slot in self.optimizer.slots}
+        parameters: dict[str, DTensor] = {}
+        optimizer: dict[str, dict[str, DTensor]] = {slot: {} for slot in self.optimizer.slots}
         if self.dtype != self.master_dtype:
             optimizer["master"] = {}
         for name, p in self.program.parameters.items():
@@ -146,7 +153,12 @@ class TrainStep:
                 statistics = all_reduce(statistics, self.world)
         square, total, count = statistics.tolist()
         count = round(count)
-        return grads, total / max(count, 1), count, math.sqrt(square) / max(count, 1) if square >= 0 else math.nan
+        return (
+            grads,
+            total / max(count, 1),
+            count,
+            math.sqrt(square) / max(count, 1) if square >= 0 else math.nan,
+        )
 
     def _leaf(self, value: Tensor, p: Parameter) -> Tensor:
         """What autograd accumulates into: aliases the value in the layout of gradients."""
@@ -158,7 +170,7 @@ class TrainStep:
             leaf = narrow(value.detach(), p.storage, p.gradients)
         leaf.requires_grad_()
         if leaf.dtype != self.master_dtype:
-            leaf.grad_dtype = self.master_dtype  # type: ignore[attr-defined]
+            leaf.grad_dtype = self.master_dtype
         return leaf
 
     @torch.no_grad()
