@@ -15,7 +15,8 @@ __version__ = "0.1.0"
 _WHERE = {
     "Mesh": "mesh", "Plan": "sharding_plans.plan", "Program": "sharding_plans.program", "Region": "region",
     "resolve": "sharding_plans.resolve", "partition": "partition", "abstract": "initial_values",
-    "train_step": "training.step", "TrainState": "state", "adamw": "training.optimizer", "sgd": "training.optimizer",
+    "train_step": "training.step",
+    "Feed": "training.feed", "TrainState": "state", "adamw": "training.optimizer", "sgd": "training.optimizer",
     "UserError": "errors", "PlanError": "errors", "MeshError": "errors", "ModelError": "errors",
     "ConfigError": "errors", "DataError": "errors",
 }  # fmt: skip
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
     from dtensor_lm.sharding_plans.program import Program
     from dtensor_lm.sharding_plans.resolve import resolve
     from dtensor_lm.state import TrainState
+    from dtensor_lm.training.feed import Feed
     from dtensor_lm.training.optimizer import adamw, sgd
     from dtensor_lm.training.step import train_step
 
 __all__ = [
-    "ConfigError", "DataError", "Mesh", "MeshError", "ModelError", "Plan", "PlanError", "Program", "Region",
+    "ConfigError", "DataError", "Feed", "Mesh", "MeshError", "ModelError", "Plan", "PlanError", "Program", "Region",
     "TrainState", "UserError", "abstract", "adamw", "data", "models", "partition", "plans", "resolve", "sgd",
     "testing", "train_step",
 ]  # fmt: skip

@@ -16,10 +16,10 @@ def validate(config: ProgramConfig) -> None:
     """Raises every fault of model, plan, mesh and data that needs no process."""
     program = program_of(config)
     if isinstance(config, TrainConfig):
-        from dtensor_lm.training.loop import Data, check_run_dir
+        from dtensor_lm.training.loop import check_run_dir, feed_of
 
         check_run_dir(config.run_dir)
-        Data(config, program)
+        feed_of(config, program)
 
 
 def train(config: TrainConfig) -> int:

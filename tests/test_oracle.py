@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import dtensor_lm as dl
+from dtensor_lm.state import wrap
 from dtensor_lm.testing.equivalence import gathered, parts
 from dtensor_lm.testing.workers import pool
-from dtensor_lm.state import wrap
 
 pytestmark = pytest.mark.quick
 FILE = Path(__file__).parent / "data" / "tiny_llama_megatron.npz"

@@ -492,7 +492,11 @@ def test_a_model_with_memory() -> None:
 def test_a_model_without_signature() -> None:
     with says(ModelError, "the model itself must be a region: give its class a `region` with inputs and outputs"):
         dl.resolve(dl.abstract(lambda: nn.Linear(2, 2)), ddp(), Mesh(dp=2), seq=4)
-    with says(ModelError, "resolve cannot use these arguments:", "seq is missing: pass seq=..., since the model has no config.seq"):
+    with says(
+        ModelError,
+        "resolve cannot use these arguments:",
+        "seq is missing: pass seq=..., since the model has no config.seq",
+    ):
         dl.resolve(small(RIGHT), ddp(), Mesh(dp=2))
 
 

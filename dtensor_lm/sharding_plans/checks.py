@@ -165,7 +165,13 @@ class Checks:
         parts = self.mesh.product(axes)
         if self.batch % (parts * self.micro):
             split = f" in {self.micro} micro-batches" if self.micro > 1 else ""
-            over = f" over {_show(axes)} of {parts} in all" if len(axes) > 1 else f" over {axes[0]}={parts}" if axes else ""
+            over = (
+                f" over {_show(axes)} of {parts} in all"
+                if len(axes) > 1
+                else f" over {axes[0]}={parts}"
+                if axes
+                else ""
+            )
             self.add(
                 "",
                 f"batch: {self.batch} sequences{split} do not divide{over}: "

@@ -6,88 +6,36 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 from dtensor_lm import process_groups
 from dtensor_lm.config import TrainConfig, dump
-from dtensor_lm.data import Batches, Corpus, evaluation_batches, load_corpus
 from dtensor_lm.errors import ConfigError, DataError, UserError
 from dtensor_lm.from_config import program_of
 from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.training import schedule
+from dtensor_lm.training.feed import Feed
 from dtensor_lm.training.optimizer import SGD, AdamW, Optimizer
 from dtensor_lm.training.sample import sample
-from dtensor_lm.training.step import Batch, TrainStep, train_step
+from dtensor_lm.training.step import TrainStep, train_step
 
 
 class RunFailed(RuntimeError):
     """The run cannot go on: its loss or norm is not finite."""
 
 
-class Data:
-    """The batches of a run; each rank reads its part only. Raises `DataError` for a corpus that cannot serve."""
-
-    def __init__(self, config: TrainConfig, program: Program) -> None:
-        self.corpus: Corpus = load_corpus(config.data)
-        self.program = program
-        vocab = program.sizes["vocab"]
-        if vocab < self.corpus.vocab:
-            raise DataError(f"the corpus has {self.corpus.vocab} token ids, the model's vocabulary is {vocab}")
-        rows = program.batch // program.micro_batches
-        self.training = Batches(self.corpus.train, batch=program.batch, seq=program.seq, seed=config.seed)
-        self.evaluation = None
-        if config.evaluation.every:
-            self.evaluation = evaluation_batches(
-                self.corpus.validation, batch=rows, seq=program.seq, sequences=config.evaluation.sequences
-            )
-
-    def _part(self) -> tuple[range, slice]:
-        place = self.program.mesh.coordinate(dist.get_rank())
-        (start, stop), (first, last) = self.program.inputs["tokens"].box(place)
-        return range(start, stop), slice(first, last)
-
-    def batch(self, step: int, device: torch.device) -> Batch:
-        """This rank's part of the global batch of a step: a pure function of the step."""
-        mine, columns = self._part()
-        rows = self.program.batch // self.program.micro_batches
-        return [
-            _tensors(self.training.rows(step, [m * rows + r for r in mine]), columns, device)
-            for m in range(self.program.micro_batches)
-        ]
-
-    def validation(self, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """This rank's parts of the validation batches; sequences past the last are masked padding."""
-        mine, columns = self._part()
-        assert self.evaluation is not None
-        for i in range(len(self.evaluation)):
-            yield _tensors(self.evaluation.rows(i, list(mine)), columns, device)
-
-    def digest(self) -> tuple[int, int, int]:
-        """What must be the same on every rank."""
-        corpus = self.corpus
-        return (
-            len(corpus.train),
-            len(corpus.validation),
-            int(corpus.train.read(0, min(4096, len(corpus.train))).sum()),
-        )
-
-
-def _tensors(rows: tuple[Any, Any], columns: slice, device: torch.device) -> dict[str, Tensor]:
-    names = ("tokens", "labels")
-    return {n: torch.from_numpy(x[:, columns].copy()).to(device) for n, x in zip(names, rows, strict=True)}
-
-
 def check_run_dir(run_dir: str | None) -> None:
     """Raises `ConfigError` rather than write over an earlier run."""
     if run_dir is not None and (Path(run_dir) / "metrics.jsonl").exists():
         raise ConfigError(f"--run-dir {run_dir} holds an earlier run: choose another folder, or remove it first")
+
+
+def feed_of(config: TrainConfig, program: Program) -> Feed:
+    return Feed(program, config.data, config.seed, config.evaluation.sequences, config.device)
 
 
 def optimizer_of(config: TrainConfig) -> Optimizer:
@@ -140,7 +88,7 @@ def run(config: TrainConfig) -> int:
     """Trains as the options say. Returns the exit code."""
     process_groups.start(process_groups.device(config.device))
     program = program_of(config)
-    data = Data(config, program)
+    data = feed_of(config, program)
     if _agree(data.digest()) != data.digest():
         raise DataError(f"rank {dist.get_rank()} reads another corpus than rank 0: give every node the same files")
     s = config.schedule
@@ -157,7 +105,7 @@ def run(config: TrainConfig) -> int:
 
 
 class _Run:
-    def __init__(self, config: TrainConfig, program: Program, data: Data, step: TrainStep, folder: Folder) -> None:
+    def __init__(self, config: TrainConfig, program: Program, data: Feed, step: TrainStep, folder: Folder) -> None:
         self.config, self.program, self.data, self.step, self.folder = config, program, data, step, folder
         self.first = dist.get_rank() == 0
         self.quiet = config.json or not self.first
@@ -177,7 +125,7 @@ class _Run:
         record: dict[str, object] = {}
         for i in range(config.steps):
             began = time.perf_counter()
-            state, metrics = step(state, self.data.batch(i, step.device))
+            state, metrics = step(state, self.data.batch(i))
             seconds = time.perf_counter() - began
             record = {
                 "step": i + 1, "loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": metrics.lr,
@@ -185,7 +133,7 @@ class _Run:
             }  # fmt: skip
             every = config.evaluation.every
             if every and ((i + 1) % every == 0 or i + 1 == config.steps):
-                record["val_loss"] = step.evaluate(state, self.data.validation(step.device))
+                record["val_loss"] = step.evaluate(state, self.data.validation())
                 self.say(f"step {i + 1:5}  loss {metrics.loss:.4f}  validation {record['val_loss']:.4f}  "
                          f"norm {metrics.grad_norm:.3f}  {record['tokens_per_second']:,.0f} tokens/s")  # fmt: skip
             self.folder.write(record)
