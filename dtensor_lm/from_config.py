@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from dtensor_lm import models
 from dtensor_lm.config import CheckConfig, ProgramConfig, TrainConfig
 from dtensor_lm.errors import ConfigError, UserError, nearest
@@ -59,6 +61,7 @@ def program_of(config: ProgramConfig) -> Program:
         faults.append(error)
     try:
         model = models.build(config.model, **given, label_smoothing=config.label_smoothing, z_loss=config.z_loss)
+        model.to(getattr(torch, config.dtype))
     except UserError as error:
         faults.append(error)
     if len(faults) == 1:
@@ -87,8 +90,6 @@ def check_local(mesh: Mesh, launched: bool, device: str = "auto") -> None:
     from dtensor_lm import process_groups
 
     if process_groups.device(device).type != "cpu":
-        import torch
-
         found = torch.accelerator.device_count()
         if found < mesh.size:
             raise ConfigError(

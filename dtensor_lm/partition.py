@@ -16,10 +16,10 @@ from dtensor_lm.collectives import BoundEdge, GroupParts
 from dtensor_lm.errors import ModelError
 from dtensor_lm.layout import block
 from dtensor_lm.mesh import Mesh
+from dtensor_lm.region import bind, signature
 from dtensor_lm.rounds import BoundRound
 from dtensor_lm.sharding_plans.predict import gather_rounds, scatter_rounds
 from dtensor_lm.sharding_plans.program import Gather, Program, RegionPlan
-from dtensor_lm.trace import bind, signature
 
 
 def partition(program: Program, model: nn.Module, device: torch.device | str = "cpu") -> Partitioned:

@@ -16,11 +16,16 @@ side alone stands for both.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from dtensor_lm.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _WORD = re.compile(r"\(([a-z0-9_ ]+)\)|(\+?[a-z_][a-z0-9_]*)|(=)")
 KINDS = ("int", "index", "reduce")
@@ -150,3 +155,41 @@ class Region:
         crossings = [c.inner for c in self.inputs.values() if c.inner.kind == "float"]
         specs = [*crossings, *(c.inner for c in self.outputs), *self.params.values()]
         return frozenset(name for spec in specs for name in (*spec.names, *spec.sums))
+
+
+def signature(module: nn.Module) -> Region:
+    region = module.region
+    assert isinstance(region, Region)
+    return region
+
+
+def is_region(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "region", None), Region)
+
+
+def bind(function: Callable[..., Any]) -> Callable[..., inspect.BoundArguments]:
+    """A binder of arguments to the names of forward's parameters, defaults included."""
+    target = inspect.signature(function)
+
+    def bound(*args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        arguments = target.bind(*args, **kwargs)
+        arguments.apply_defaults()
+        return arguments
+
+    return bound
+
+
+def factors(module: nn.Module, names: tuple[str, ...], size: int) -> dict[str, int]:
+    """Sizes of the factors of a fused dim: all but one are attributes of the module with the factor's name."""
+    known = {n: v for n in names if isinstance(v := getattr(module, n, None), int)}
+    free = [n for n in names if n not in known]
+    if len(names) == 1:
+        return {names[0]: size}
+    if len(free) > 1:
+        raise ValueError(f"the fused dim ({' '.join(names)}) needs attributes for all but one of {', '.join(free)}")
+    product = 1
+    for value in known.values():
+        product *= value
+    if size % product or (not free and size != product):
+        raise ValueError(f"the fused dim ({' '.join(names)}) of {size} is no multiple of {product}")
+    return {**known, **({free[0]: size // product} if free else {})}

@@ -15,12 +15,11 @@ from dtensor_lm.errors import ModelError
 from dtensor_lm.initial_values import abstract
 from dtensor_lm.models.llama import MLP, Attention, AttentionCore, LlamaConfig, VocabularyLoss
 from dtensor_lm.ops import causal_attention
-from dtensor_lm.region import Region
+from dtensor_lm.region import Region, is_region, signature
 from dtensor_lm.testing import Report, check_regions
 from dtensor_lm.testing.exchange import SECONDS
 from dtensor_lm.testing.law import GRADIENTS
 from dtensor_lm.testing.recording import real_copy
-from dtensor_lm.trace import is_region, signature
 
 pytestmark = [pytest.mark.quick]
 

@@ -13,12 +13,12 @@ from dtensor_lm.edges import Collective, UnsupportedEdge, collectives, edge_step
 from dtensor_lm.errors import ModelError, nearest
 from dtensor_lm.layout import ITEMSIZE, Dim, Layout
 from dtensor_lm.mesh import Mesh
-from dtensor_lm.region import TensorSpec
+from dtensor_lm.region import TensorSpec, signature
 from dtensor_lm.sharding_plans.checks import Checks
 from dtensor_lm.sharding_plans.plan import Plan
 from dtensor_lm.sharding_plans.predict import step_collectives, unit_collectives
 from dtensor_lm.sharding_plans.program import Edge, Gather, Parameter, Program, RegionPlan, hops
-from dtensor_lm.trace import Call, Trace, Value, signature, trace
+from dtensor_lm.trace import Call, Trace, Value, trace
 
 
 def resolve(
@@ -58,9 +58,8 @@ def resolve(
         raise ModelError("resolve cannot use these arguments:", faults)
     data_ranks = mesh.product(plan.axes("compute", "batch"))
     batch = batch if batch is not None else data_ranks * micro_batches
-    model = copy.deepcopy(model)
-    if dtype is not None:
-        model.to(getattr(torch, dtype))
+    if dtype is not None and any(p.dtype != getattr(torch, dtype) for p in model.parameters()):
+        model = copy.deepcopy(model).to(getattr(torch, dtype))
     # A batch that micro-batches do not divide is one of the plan's faults: all of them are shown together.
     record = trace(model, {"batch": max(1, batch // micro_batches), "seq": seq})
     return _Resolver(model, record, plan, mesh, batch, seq, micro_batches, decay).program()

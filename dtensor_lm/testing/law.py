@@ -20,10 +20,9 @@ from torch.func import functional_call
 
 from dtensor_lm.errors import ModelError
 from dtensor_lm.ops.parts import Whole
-from dtensor_lm.region import TensorSpec
+from dtensor_lm.region import TensorSpec, bind, factors, signature
 from dtensor_lm.testing.exchange import Exchange, in_threads
 from dtensor_lm.testing.recording import Call, outputs_of
-from dtensor_lm.trace import bind, factors, signature
 
 TOLERANCE = 1e-9
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_lm.errors import ModelError
+from dtensor_lm.likeness import likeness, plain
 from dtensor_lm.ops.cross_entropy import IGNORE
-from dtensor_lm.region import Region
-from dtensor_lm.trace import bind, factors, is_region, signature
+from dtensor_lm.region import Region, bind, factors, is_region, signature
 
 BATCH, SEQ = 6, 12  # both divide by 2 and 3
 
@@ -81,27 +81,7 @@ class Call:
     def key(self) -> Any:
         """Equal for calls that compute the same function of tensors of the same shapes."""
 
-        def plain(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return (value.shape, value.dtype)
-            try:
-                hash(value)
-            except TypeError:
-                return id(value)
-            return value
-
-        internals = vars(nn.Module())
-        modules = tuple(
-            (
-                path,
-                type(m),
-                tuple((n, plain(v)) for n, v in vars(m).items() if n not in internals),
-                tuple((n, plain(p)) for n, p in m.named_parameters(recurse=False)),
-                tuple(id(b) for b in m.buffers(recurse=False)),  # two with equal values are not worth finding
-            )
-            for path, m in self.module.named_modules(remove_duplicate=False)
-        )
-        return modules, tuple((n, plain(v)) for n, v in self.arguments.arguments.items())
+        return likeness(self.module), tuple((n, plain(v)) for n, v in self.arguments.arguments.items())
 
 
 def record(model: nn.Module, arguments: Mapping[str, Tensor]) -> list[Call]:

@@ -33,7 +33,12 @@ class SquaredReLU(torch.autograd.Function):
         x, up, down, hidden = ctx.saved_tensors
         inner = (grad @ down) * 2 * hidden
         rows = inner.flatten(0, 1)
-        return inner @ up, rows.t() @ x.flatten(0, 1), rows.sum(0), grad.flatten(0, 1).t() @ hidden.flatten(0, 1).square()
+        return (
+            inner @ up,
+            rows.t() @ x.flatten(0, 1),
+            rows.sum(0),
+            grad.flatten(0, 1).t() @ hidden.flatten(0, 1).square(),
+        )
 
 
 class BiasedMLP(nn.Module):
