@@ -51,6 +51,8 @@ class Partitioned(nn.Module):
         self.homes: dict[str, Tensor] = {}  # canonical name -> what regions of the running unit use
         self.inputs: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] = ({}, {})
         rank = dist.get_rank()
+        place = program.mesh.coordinate(rank)
+        self.shapes = {name: layout.local_shape(place) for name, layout in program.inputs.items()}
         self.regathered: _Regather | None = None
         groups = {
             unit: [_GatherGroup(g, program, rank) for g in program.gathers_of(unit)]
@@ -73,6 +75,12 @@ class Partitioned(nn.Module):
                 module.__dict__[name] = None
 
     def forward(self, leaves: Mapping[str, Tensor], values: Mapping[str, Tensor], **inputs: Tensor) -> Any:
+        for name, x in inputs.items():
+            if name in self.shapes and tuple(x.shape) != self.shapes[name]:
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)}; this Program gives this rank {list(self.shapes[name])} of "
+                    f"{self.program.inputs[name]}"
+                )
         self.inputs = (leaves, values)
         try:
             return self.model(**inputs)

@@ -92,6 +92,11 @@ class _Resolver:
     def axes(self, table: str, name: str) -> tuple[str, ...]:
         return tuple(axis for axis in self.plan.axes(table, name) if self.mesh[axis] > 1)
 
+    def _unordered(self, name: str) -> tuple[str, ...]:
+        """A name's axes in the order of the mesh: sums and maxima do not care."""
+        axes = self.axes("compute", name)
+        return tuple(axis for axis in self.mesh.active if axis in axes)
+
     def _names(self) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
         """Per region: names that make axes live, and all names, with the outer sides of inner regions."""
         floats = {p: set(signature(m).float_names()) for p, m in self.trace.regions.items()}
@@ -250,7 +255,7 @@ class _Resolver:
             if crossing.inner.kind == "index":
                 indices[name] = (dim, sizes[dim], self.axes("compute", dim))
             elif crossing.inner.kind == "reduce":
-                reducers[name] = self.axes("compute", dim)
+                reducers[name] = self._unordered(dim)
         return RegionPlan(
             path, self.trace.units[path], inputs, tuple(outputs), uses, indices, reducers, self.live[path]
         )
@@ -260,7 +265,7 @@ class _Resolver:
         found = []
         for call in self.trace.calls:
             for r in call.reductions:
-                axes = self.axes("compute", r.name)
+                axes = self._unordered(r.name)
                 if not axes:
                     continue
                 numel = 1

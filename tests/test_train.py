@@ -1,0 +1,130 @@
+"""The command `train` as a user runs it: real processes, the default corpus, a run folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--steps", "5", "--batch", "16", "--seq", "32", "--layers", "2", "--evaluation.sequences", "5"]
+
+
+def command(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "dtensor_lm", *options]
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=100)
+
+
+def train(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
+    ran = command(
+        "train", *SMALL, "--dtype", "float64", "--run-dir", name, "--sample.tokens", "5", *options, cwd=folder
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> list[dict[str, float]]:
+    return train(folder, "one", "--evaluation.every", "2")
+
+
+def test_a_run_folder(folder: Path, one: list[dict[str, float]]) -> None:
+    assert [r["step"] for r in one] == [1, 2, 3, 4, 5]
+    for r in one:
+        assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"} <= r.keys()
+        assert r["tokens"] == 16 * 32
+    assert [r["step"] for r in one if "val_loss" in r] == [2, 4, 5]
+    assert one[-1]["loss"] < one[0]["loss"]
+    assert (folder / "one" / "sample.txt").read_text().startswith("def ")
+    assert "steps: 5" in (folder / "one" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "options", [["--mesh", "fsdp=2,tp=2"], ["--mesh", "dp=2", "--zero", "1", "--micro-batches", "4"]]
+)
+def test_losses_of_a_mesh_are_those_of_one_process(
+    folder: Path, one: list[dict[str, float]], options: list[str]
+) -> None:
+    found = train(folder, "mesh" + "-".join(options), "--evaluation.every", "2", *options)
+    for ours, expected in zip(found, one, strict=True):
+        for key in ("loss", "grad_norm", "val_loss"):
+            if key in expected:
+                assert abs(ours[key] - expected[key]) <= 1e-10 * abs(expected[key]), (ours, expected)
+        assert ours["lr"] == expected["lr"] and ours["tokens"] == expected["tokens"]
+
+
+def test_a_run_of_the_dumped_configuration_is_the_same(folder: Path, one: list[dict[str, float]]) -> None:
+    ran = command("train", "--config", "one/config.yaml", "--run-dir", "again", cwd=folder)
+    assert ran.returncode == 0, ran.stderr
+    again = [json.loads(line) for line in (folder / "again" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["loss"] for r in again] == [r["loss"] for r in one]
+
+
+def test_an_earlier_run_is_not_written_over(folder: Path, one: list[dict[str, float]]) -> None:
+    before = (folder / "one" / "metrics.jsonl").read_bytes()
+    ran = command("train", *SMALL, "--run-dir", "one", cwd=folder)
+    assert ran.returncode == 2
+    assert ran.stderr == ("error: --run-dir one holds an earlier run: choose another folder, or remove it first\n")
+    assert (folder / "one" / "metrics.jsonl").read_bytes() == before
+
+
+def test_json_is_one_object(folder: Path) -> None:
+    ran = command("train", *SMALL, "--json", "--run-dir", "json", "--sample.tokens", "0", cwd=folder)
+    assert ran.returncode == 0
+    assert json.loads(ran.stdout)["step"] == 5 and json.loads(ran.stdout)["run_dir"] == "json"
+
+
+def test_a_run_that_is_not_finite_stops(folder: Path) -> None:
+    ran = command(
+        "train", *SMALL, "--optimizer.name", "sgd", "--optimizer.lr", "1e30", "--optimizer.clip-norm", "0",
+        "--run-dir", "nan", cwd=folder,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "not finite" in ran.stderr and "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["train", "--mesh", "dp=0,tp=-1"], "axis tp has size -1"),
+        (["train", "--mesh", "xx=2"], "axis xx=2 shards nothing"),
+        (["train", "--data", "nowhere"], "no such file"),
+        (["train", "--seq", "4000000"], "the longest sequence that works"),
+        (["train", "--stepz", "3"], "did you mean --steps?"),
+        (["check", "--mesh", "tp=3"], "heads"),
+        (["check", "--mesh", "dp=100"], "too many to start on this machine"),
+        (["plan", "--plan", "tp_spp"], "did you mean tp_sp"),
+        (["plan", "--model", "llama"], "unknown model"),
+        (["fit"], "unknown command"),
+    ],
+)
+def test_bad_input_is_one_message(folder: Path, options: list[str], message: str) -> None:
+    ran = command(*options, cwd=folder)
+    assert ran.returncode == 2
+    assert message in ran.stderr and ran.stderr.startswith("error: ")
+    assert "Traceback" not in ran.stderr and not ran.stdout
+
+
+@pytest.mark.quick
+def test_the_front_door_does_not_import_torch() -> None:
+    code = "import sys, dtensor_lm.cli as c; c.main(['--help']); import dtensor_lm; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=20).returncode == 0
+
+
+def test_check_says_no_with_exit_code_1(folder: Path) -> None:
+    """bfloat16 is not float64: forced to float64's tolerance, the check must fail."""
+    code = (
+        "import sys\nfrom dtensor_lm import commands\n"
+        "from dtensor_lm.testing import equivalence\nfrom dtensor_lm.config import CheckConfig\n"
+        "original = equivalence.compare\n"
+        "equivalence.compare = lambda program, **more: original(program, **{**more, 'tolerance': 1e-10})\n"
+        "sys.exit(commands.check(CheckConfig(dtype='bfloat16', layers=1, seq=16)))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 1
