@@ -81,8 +81,8 @@ class OptimizerConfig:
     """The optimizer."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    """Which one."""
-    lr: float = 3e-3
+    """AdamW or plain SGD."""
+    lr: float = 6e-3
     """Learning rate after the warm-up."""
     beta1: float = 0.9
     """AdamW: decay of the mean of gradients."""
@@ -120,7 +120,7 @@ class EvaluationConfig:
 
     every: int = 100
     """Steps between evaluations; 0 does not evaluate."""
-    sequences: int = 64
+    sequences: int = 128
     """Sequences per evaluation."""
 
 
@@ -142,14 +142,14 @@ class TrainConfig(ProgramConfig):
 
     batch: int = 16
     """Sequences per step over all ranks."""
-    seq: int = 256
+    seq: int = 128
     """Tokens per sequence."""
-    steps: int = 400
+    steps: int = 700
     """Steps of the whole run."""
     data: str | None = None
-    """File or folder of the corpus; None takes the default corpus."""
+    """File or folder of text to train on; None takes the source of Python's standard library."""
     run_dir: str | None = None
-    """Folder for checkpoints and metrics; None writes none."""
+    """Folder for the configuration, metrics and sample; None makes one under runs/."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA where it can."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

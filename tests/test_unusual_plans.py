@@ -15,10 +15,17 @@ PLANS: dict[str, tuple[str, Plan]] = {
     "kv heads over one of two axes": (
         "a=2,b=2",
         Plan(
-            {"heads": ("a", "b"), "core_heads": ("a", "b"), "kv_heads": "a", "core_kv_heads": "a", "ffn": ("a", "b"),
-             "vocab": ("b", "a"), "res": ("a", "b")}
+            {
+                "heads": ("a", "b"),
+                "core_heads": ("a", "b"),
+                "kv_heads": "a",
+                "core_kv_heads": "a",
+                "ffn": ("a", "b"),
+                "vocab": ("b", "a"),
+                "res": ("a", "b"),
+            }
         ),
-    ),  # fmt: skip
+    ),
     "vocabulary whole, sequence parallel": ("tp=2", Plan({**TP, "vocab": (), "res": "tp"})),
     "only the vocabulary": ("tp=2", Plan({"vocab": "tp"})),
     "only the residual stream": ("tp=2", Plan({"res": "tp"})),
@@ -46,7 +53,7 @@ PLANS: dict[str, tuple[str, Plan]] = {
     ),
     "weights stay gathered": ("dp=2", Plan({"batch": "dp"}, {"embed": "dp"}, regather=False)),
     "tensor parallel storage cut further": ("tp=2,fsdp=2", Plan({**TP, "batch": "fsdp"}, {"ffn": ("tp", "fsdp")})),
-}  # fmt: skip
+}
 
 
 def run(name: str, tied: bool) -> Report:

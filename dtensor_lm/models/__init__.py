@@ -15,7 +15,9 @@ _3_1 = RopeScaling()
 _3_2 = RopeScaling(factor=32.0)
 
 SHAPES: dict[str, LlamaConfig] = {
-    "tiny": LlamaConfig(vocab=256, embed=128, layers=4, heads=8, kv_heads=4, ffn=384, seq=256, rope_base=10_000.0),
+    "tiny": LlamaConfig(
+        vocab=256, embed=128, layers=4, heads=8, kv_heads=4, ffn=384, seq=256, rope_base=10_000.0, init_std=0.06
+    ),
     "llama2-7b": LlamaConfig(32_000, 4096, 32, 32, 32, 11_008, seq=4096, rope_base=10_000.0),
     "llama3-1b": LlamaConfig(128_256, 2048, 16, 32, 8, 8192, rope_scaling=_3_2, tied=True),
     "llama3-3b": LlamaConfig(128_256, 3072, 28, 24, 8, 8192, rope_scaling=_3_2, tied=True),
