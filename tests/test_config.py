@@ -64,7 +64,7 @@ def test_defaults() -> None:
     assert parse(PlanConfig, [], "plan", "") == PlanConfig()
     check = parse(CheckConfig, [], "check", "")
     assert (check.dtype, check.steps, check.batch, check.seq) == ("float64", 3, None, None)
-    assert (TrainConfig().batch, TrainConfig().seq, TrainConfig().dtype) == (16, 256, "float32")
+    assert (TrainConfig().batch, TrainConfig().seq, TrainConfig().dtype) == (16, 128, "float32")
 
 
 def test_the_command_line_in_every_spelling() -> None:

@@ -141,8 +141,8 @@ def is_matrix(name: str) -> bool:
     return not any(part in name for part in ("norm", "bias", "temperature"))
 
 
-def biased() -> nn.Module:
-    return dl.abstract(lambda: Biased(LlamaConfig(**TINY)))
+def biased(**changes: int) -> nn.Module:
+    return dl.abstract(lambda: Biased(LlamaConfig(**{**TINY, **changes})))
 
 
 class Values(nn.Module):

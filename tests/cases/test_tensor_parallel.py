@@ -34,7 +34,7 @@ PLANS = {"tp": tp(), "tp_sp": tp_sp()}
 
 @pytest.mark.quick
 def test_the_models_of_these_cases_obey_the_law() -> None:
-    assert check_regions(biased()).ok
+    assert check_regions(biased(layers=1), ks=(2,)).ok
 
 
 # Norm weights, whole on every rank, of which each rank sees a part of the sequence (Megatron-LM#1446)
@@ -125,7 +125,7 @@ def test_a_signature_that_forgets_what_is_partial_is_found(monkeypatch: pytest.M
         cuts="batch seq ffn",
     )
     monkeypatch.setattr(BiasedMLP, "region", wrong)
-    report = check_regions(biased())
+    report = check_regions(biased(layers=1), ks=(2,))
     assert {(v.region, v.cut) for v in report.violations} == {("layers.0.mlp", "ffn")}
 
 

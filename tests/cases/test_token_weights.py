@@ -100,7 +100,8 @@ def validation(step: object, sequences: int) -> list[Whole]:
     batches = evaluation_batches(Text(), batch=program.batch, seq=program.seq, sequences=sequences)
     found = []
     for i in range(len(batches)):
-        whole = {n: torch.from_numpy(x) for n, x in zip(("tokens", "labels"), batches.rows(i, range(program.batch)))}
+        tokens, labels = map(torch.from_numpy, batches.rows(i, range(program.batch)))
+        whole = {"tokens": tokens, "labels": labels}
         found += parts(program, whole, step.device)
     return found
 

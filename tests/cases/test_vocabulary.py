@@ -15,7 +15,7 @@ from case_runs import Run, agreed, assert_equals_one_device, assert_gradients, b
 
 import dtensor_lm as dl
 from dtensor_lm import Mesh, Plan, PlanError
-from dtensor_lm.sharding_plans import standard, tp, tp_sp
+from dtensor_lm.sharding_plans import tp, tp_sp
 from dtensor_lm.testing.equivalence import gathered
 
 HEADS = dict.fromkeys(("heads", "core_heads", "ffn"), "tp")  # kv heads stay whole, so that 4 ranks do for 2 of them
@@ -112,8 +112,3 @@ def test_shards_of_any_vocabulary(storage: str, vocab: int, ranks: int, tied: bo
 def test_30_rows_on_2_ranks(tied: bool, plan: Plan) -> None:
     run = Run(Mesh(tp=2), plan, changes={"vocab": 30, "tied": tied})
     assert_equals_one_device(run, [batch_of([8, 5], vocab=30)] * 2, values_of(run))
-
-
-@pytest.mark.quick
-def test_the_standard_plan_shards_what_tensor_parallelism_refuses() -> None:
-    assert Run(Mesh(fsdp=4), standard(), changes={"vocab": 33}, batch=4).program().parameters

@@ -1,0 +1,112 @@
+"""An inf or NaN that one rank meets is seen by all of them in the same step, and ends the run.
+
+Sources: pytorch/pytorch#46849, facebookresearch/habitat-lab#2226, kyutai-labs/pocket-tts#262,
+deepspeedai/DeepSpeed#7171.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from case_runs import Run, batch_of, step_of, values_of
+from torch import Tensor
+
+import dtensor_lm as dl
+from dtensor_lm import Mesh
+from dtensor_lm.config import EvaluationConfig, OptimizerConfig, SampleConfig, TrainConfig
+from dtensor_lm.sharding_plans import standard
+from dtensor_lm.state import TrainState, local
+from dtensor_lm.testing.equivalence import parts
+from dtensor_lm.testing.workers import pool
+from dtensor_lm.training import loop
+from dtensor_lm.training.step import Batch, TrainStep
+
+RANK = 2  # the only one that meets it
+PLACES = [
+    "gradient of layers.0.mlp.up.weight",
+    "gradient of head.norm.weight",
+    "parameter layers.1.mlp.gate.weight",
+]
+
+
+def spoiling(place: str, value: float, when: int) -> Any:
+    """Within it, one entry of a gradient or parameter becomes `value` on one rank at its step `when`."""
+    what, _, name = place.rpartition(" ")
+    gradients, steps = TrainStep.gradients, iter(range(1, 100))
+
+    def spoil(x: Tensor) -> Tensor:
+        x = x.clone()
+        x.view(-1)[0] = value
+        return x
+
+    def spoiled(self: TrainStep, state: TrainState, batch: Batch) -> Any:
+        if next(steps) != when or dist.get_rank() != RANK:
+            return gradients(self, state, batch)
+        if what == "parameter":
+            local(state.parameters[name]).view(-1)[0] = value
+            return gradients(self, state, batch)
+        forward = self.module.forward
+
+        def hooked(leaves: dict[str, Tensor], values: dict[str, Tensor], **inputs: Tensor) -> Tensor:
+            leaves[name].register_hook(spoil)
+            return forward(leaves, values, **inputs)
+
+        with mock.patch.object(self.module, "forward", hooked):
+            return gradients(self, state, batch)
+
+    return mock.patch.object(TrainStep, "gradients", spoiled)
+
+
+def metrics_of_3_steps(run: Run, place: str) -> dict[tuple[float, float], list[tuple[float, float]]]:
+    """(loss, norm) per step, by the value that is met in the third and by the norm to clip to (0: no clipping)."""
+    step, found = step_of(run, dl.adamw(lr=1e-3)), {}
+    for value, clip_norm in ((math.inf, 0.0), (-math.inf, 1.0), (math.nan, 1.0)):
+        step.clip_norm = clip_norm
+        state, steps = step.load(values_of(run)), found.setdefault((value, clip_norm), [])
+        with spoiling(place, value, 3):
+            for i in range(3):
+                state, metrics = step(state, parts(step.program, batch_of([8, 5], seed=i), step.device))
+                steps.append((metrics.loss, metrics.grad_norm))
+    return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_every_rank_sees_it(place: str, zero: int) -> None:
+    ranks = Run(Mesh(dp=2, tp=2), standard(zero), dtype="float32").everywhere(metrics_of_3_steps, place)
+    assert len({str(found) for found in ranks}) == 1
+    for *before, (loss, norm) in ranks[0].values():
+        assert all(math.isfinite(x) for pair in before for x in pair)
+        assert not math.isfinite(norm)
+        assert math.isfinite(loss) == place.startswith("gradient")
+
+
+def run_that_is_spoiled(config: TrainConfig, place: str, value: float) -> tuple[int, str]:
+    """Exit code and messages."""
+    text = io.StringIO()
+    with spoiling(place, value, 3), contextlib.redirect_stderr(text), contextlib.redirect_stdout(io.StringIO()):
+        return loop.run(config), text.getvalue()
+
+
+@pytest.mark.parametrize(("clip_norm", "value"), [(0.0, math.inf), (1.0, math.inf), (1.0, math.nan)])
+def test_the_run_ends(clip_norm: float, value: float, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"line {i}\n" for i in range(2000)))
+    config = TrainConfig(
+        layers=1, mesh="dp=2,tp=2", batch=2, seq=8, steps=6, data=str(tmp_path / "text.txt"),
+        run_dir=str(tmp_path / "run"), device="cpu", evaluation=EvaluationConfig(every=0),
+        sample=SampleConfig(tokens=0), optimizer=OptimizerConfig(clip_norm=clip_norm), progress=False,
+    )  # fmt: skip
+    ranks = pool(4).run(run_that_is_spoiled, config, PLACES[0], value)
+    assert [code for code, _ in ranks] == [1] * 4
+    assert "error: step 3: loss " in ranks[0][1] and "not finite" in ranks[0][1]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [math.isfinite(record["grad_norm"]) for record in records] == [True, True, False]
