@@ -94,6 +94,10 @@ class Layout:
     def with_axes(self, axes: tuple[tuple[str, ...], ...]) -> Layout:
         return replace(self, dims=tuple(replace(dim, axes=a) for dim, a in zip(self.dims, axes, strict=True)))
 
+    def extends(self, other: Layout) -> bool:
+        """Whether every dim begins with the axes that it has in `other`: blocks lie inside the other's blocks."""
+        return all(a.axes[: len(b.axes)] == b.axes for a, b in zip(self.dims, other.dims, strict=True))
+
     def __str__(self) -> str:
         def show(dim: Dim) -> str:
             if not dim.axes:

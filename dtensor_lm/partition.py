@@ -47,7 +47,8 @@ class Partitioned(nn.Module):
         if any(b.is_meta for b in self.model.buffers()):
             names = [n for n, b in self.model.named_buffers() if b.is_meta]
             raise ModelError("buffers on the meta device have no values: compute them in forward", names)
-        self.model.to(device=None if any(p.is_meta for p in self.model.parameters()) else device)
+        for module in self.model.modules():
+            module._buffers = {name: b if b is None else b.to(device) for name, b in module._buffers.items()}
         self.homes: dict[str, Tensor] = {}  # canonical name -> what regions of the running unit use
         self.inputs: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] = ({}, {})
         rank = dist.get_rank()
@@ -223,8 +224,7 @@ class _Regather:
         self.cache: dict[int, list[Tensor]] = {}
 
     def register(self, g: _GatherGroup, shards: list[Tensor], out: tuple[Tensor, ...]) -> None:
-        for i, (name, whole) in enumerate(zip(g.names, out, strict=True)):
-            del name
+        for i, whole in enumerate(out):
             if whole.untyped_storage().data_ptr() != shards[i].untyped_storage().data_ptr():
                 self.places[whole.untyped_storage().data_ptr()] = (len(self.groups), i)
         self.groups.append((g, shards))

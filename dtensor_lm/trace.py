@@ -182,10 +182,15 @@ class _Tracer:
         units = [path for path in self.regions if path and self.units[path] == path]
         for path in units:
             self.regions[path].forward = self._once(path, self.regions[path])
+        parameters = [(m, name, p) for m in model.modules() for name, p in m._parameters.items()]
+        for module, name, _ in parameters:
+            module._parameters[name] = None  # a region sees the parameters that it names, and no others
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t), torch.enable_grad():
                 model(**arguments)
         finally:
+            for module, name, p in parameters:
+                module._parameters[name] = p
             for path in units:
                 del self.regions[path].forward
             for handle in handles:
@@ -237,6 +242,7 @@ class _Tracer:
 
     def _enter(self, path: str, module: nn.Module) -> Callable[..., Any]:
         region, binder = signature(module), bind(module.forward)
+        own = self._own(module)
 
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
             call = Call(path, self.parents[path])
@@ -253,9 +259,19 @@ class _Tracer:
                     self._tensor(call, name, value, crossing.inner, crossing.outer)
                     call.inputs[name] = value_of(value)
             self.stack.append(call)
+            for holder, attribute, parameter in own:
+                holder._parameters[attribute] = parameter
             return arguments.args, arguments.kwargs
 
         return hook
+
+    def _own(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """The parameters that a region names: holder, attribute, parameter."""
+        found = []
+        for local in signature(module).params:
+            path, _, attribute = local.rpartition(".")
+            found.append((module.get_submodule(path), attribute, module.get_parameter(local)))
+        return found
 
     def _tensor(self, call: Call, name: str, value: Tensor, inner: TensorSpec, outer: TensorSpec) -> None:
         what = f"{call.path or 'the model'}: {name}"
@@ -266,10 +282,12 @@ class _Tracer:
             self.learn(call.parent, outer, tuple(value.shape), what)
 
     def _leave(self, path: str) -> Callable[..., Any]:
-        region = signature(self.regions[path])
+        region, own = signature(self.regions[path]), self._own(self.regions[path])
 
         def hook(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             call = self.stack.pop()
+            for holder, attribute, _parameter in own:
+                holder._parameters[attribute] = None
             values = [out] if region.single or isinstance(out, Tensor) else list(out)
             if len(values) != len(region.outputs):
                 self.faults.append(f"{path}: {len(values)} outputs, {len(region.outputs)} in the signature")
@@ -327,7 +345,10 @@ def trace(model: nn.Module, sizes: Mapping[str, int]) -> Trace:
             tracer.run(model, arguments)
         except Exception as error:
             where = tracer.stack[-1].path or "the model" if tracer.stack else "the model"
-            tracer.faults.append(f"{where}: its code fails on the meta device: {type(error).__name__}: {error}")
+            tracer.faults.append(
+                f"{where}: its code fails on the meta device: {type(error).__name__}: {error}"
+                + (" (a region sees only parameters that stand in its params)" if "NoneType" in str(error) else "")
+            )
     if tracer.faults:
         raise ModelError("the model contradicts its signatures:", list(dict.fromkeys(tracer.faults)))
     saved = {unit: frozenset(names) for unit, names in tracer.saved.items()}

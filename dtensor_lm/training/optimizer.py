@@ -25,6 +25,9 @@ class Optimizer(Protocol):
     """What a training step needs of an optimizer: its slots, and an update in place."""
 
     @property
+    def lr(self) -> float: ...
+
+    @property
     def slots(self) -> tuple[str, ...]: ...
 
     def update(self, group: Group, step: int, lr: float) -> None:
@@ -48,7 +51,8 @@ class AdamW:
     def update(self, group: Group, step: int, lr: float) -> None:
         if not group.masters:
             return
-        count = [torch.tensor(step - 1.0, device=p.device) for p in group.masters]  # torch adds the 1 of this step
+        n, device = len(group.masters), group.masters[0].device
+        count = [*torch.full((n,), step - 1.0, device=device).unbind()]  # torch adds the 1 of this step
         torch_adamw(
             group.masters, group.grads, group.slots["exp_avg"], group.slots["exp_avg_sq"], [], count,
             fused=True, amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=lr,

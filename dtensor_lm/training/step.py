@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_lm import process_groups
 from dtensor_lm.collectives import all_reduce, group_of
+from dtensor_lm.errors import ModelError
 from dtensor_lm.initial_values import draw, recipes
 from dtensor_lm.ops.cross_entropy import IGNORE
 from dtensor_lm.partition import partition
@@ -44,12 +45,11 @@ class TrainStep:
         self,
         program: Program,
         optimizer: Optimizer,
-        lr: float,
         schedule: Schedule | None,
         clip_norm: float,
         device: torch.device,
     ) -> None:
-        self.program, self.optimizer, self.lr, self.schedule = program, optimizer, lr, schedule
+        self.program, self.optimizer, self.schedule = program, optimizer, schedule
         self.clip_norm, self.device = clip_norm, device
         process_groups.start(device)
         self.module = partition(program, program.model, device)
@@ -61,10 +61,15 @@ class TrainStep:
         self.world = group_of(program.mesh, program.mesh.active) if program.mesh.active else None
         self.master_dtype = getattr(torch, program.master_dtype)
         self.dtype = getattr(torch, program.dtype)
+        if "labels" not in program.inputs or program.output.shape:
+            raise ModelError("a model that is trained takes 'labels' and returns its loss, a scalar sum over tokens")
         # The loss and the token count are held in as many copies as there are ranks that do not cut them.
         self.loss_copies = program.mesh.size // program.mesh.product(program.output.partial)
-        labels = program.inputs["labels"]
-        self.label_copies = labels.copies
+        self.label_copies = program.inputs["labels"].copies
+        # In state R gradients are addends: the first rank alone brings the 1 that backward starts from.
+        place = program.mesh.coordinate(rank)
+        alone = all(place[axis] == 0 for axis in program.mesh.active if program.output.state(axis) == "R")
+        self.seed = torch.tensor(1.0 if alone else 0.0, device=device)
 
     # State
 
@@ -110,17 +115,21 @@ class TrainStep:
     # One step
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer step over all micro-batches. `batch` is this rank's part; `state` is donated."""
+        """One optimizer step over all micro-batches. `batch` is this rank's part; `state` is donated.
+
+        Where loss or norm is not finite, which all ranks see alike, parameters and moments stay as they are.
+        """
         if len(batch) != self.program.micro_batches:
             raise ValueError(f"{len(batch)} micro-batches, but the Program was made for {self.program.micro_batches}")
-        lr = self.lr * (self.schedule(state.step) if self.schedule else 1.0)
+        lr = self.optimizer.lr * (self.schedule(state.step) if self.schedule else 1.0)
         grads, loss, tokens, norm = self.gradients(state, batch)
         count = max(tokens, 1)
         scale = 1.0 / count
         if self.clip_norm:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))
         state = state.donate()
-        self._apply(state, grads, scale, lr)
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._apply(state, grads, scale, lr)
         return state, Metrics(loss, norm, tokens, lr)
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[dict[str, Tensor], float, int, float]:
@@ -132,7 +141,7 @@ class TrainStep:
         tokens = torch.zeros((), dtype=torch.float64, device=self.device)
         for inputs in batch:
             out = self.module(leaves, values, **inputs)
-            out.backward()
+            out.backward(self.seed.to(out.dtype))
             loss += out.detach()
             tokens += (inputs["labels"] != IGNORE).sum()
         grads = {}
@@ -162,8 +171,8 @@ class TrainStep:
 
     def _leaf(self, value: Tensor, p: Parameter) -> Tensor:
         """What autograd accumulates into: aliases the value in the layout of gradients."""
-        if len(p.gradients.cut) < len(p.storage.cut):
-            # Gradients are less cut than storage: no tensor of that shape exists, and none is needed for its .grad.
+        if not p.gradients.extends(p.storage):
+            # Gradients are less cut than storage: no tensor of that shape exists, and .grad needs none.
             shape = p.gradients.local_shape(self.program.mesh.coordinate(dist.get_rank()))
             leaf = value.new_empty(()).expand(shape)
         else:
@@ -233,5 +242,4 @@ def train_step(
     Needs one process per rank of the mesh; a mesh of one rank needs no launcher.
     """
     where = device if isinstance(device, torch.device) else process_groups.device(device)
-    lr: float = optimizer.lr  # type: ignore[attr-defined]
-    return TrainStep(program, optimizer, lr, schedule, clip_norm, where)
+    return TrainStep(program, optimizer, schedule, clip_norm, where)
