@@ -144,12 +144,12 @@ def worst(found: Whole, expected: Whole) -> tuple[float, str]:
 
 def replicas_equal(state: TrainState, program: Program) -> list[str]:
     """Names of parameters of which two ranks hold different copies, bit for bit."""
-    mine = {}
+    mine: dict[str, tuple[object, str]] = {}
     place = program.mesh.coordinate(dist.get_rank())
     for name, p in program.parameters.items():
-        block = local(state.parameters[name]).detach().cpu().contiguous()
-        mine[name] = (p.storage.box(place), hashlib.sha256(block.view(torch.uint8).numpy().tobytes()).hexdigest()
-                      if block.numel() else "")  # fmt: skip
+        block = local(state.parameters[name]).detach().cpu().contiguous().reshape(-1)
+        digest = hashlib.sha256(block.view(torch.uint8).numpy().tobytes() if block.numel() else b"").hexdigest()
+        mine[name] = (p.storage.box(place), digest)
     every: list[dict[str, tuple[object, str]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, mine)
     return [n for n in mine if len({h[n] for h in every}) > len({h[n][0] for h in every})]

@@ -65,7 +65,7 @@ def batch_of(real: Sequence[int], seq: int = 8, vocab: int = 32, seed: int = 0) 
 def values_of(run: Run, seed: int = 1) -> Whole:
     """Parameters far from their initial values, so that tokens have losses of different sizes."""
     g = torch.Generator().manual_seed(seed)
-    shapes = {n: p.storage.shape for n, p in run.program().parameters.items()}
+    shapes = {n: p.shape for n, p in run.model(**run.changes).named_parameters()}
     return {
         n: 0.5 * torch.randn(s, generator=g, dtype=torch.float64) + (0.0 if is_matrix(n) else 1.0)
         for n, s in shapes.items()

@@ -78,7 +78,6 @@ def metrics_of_3_steps(run: Run, place: str) -> dict[tuple[float, float], list[t
     return found
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_rank_sees_it(place: str, zero: int) -> None:

@@ -71,7 +71,6 @@ def test_four_ranks_of_which_one_has_no_label(zero: int) -> None:
     assert_equals_one_device(run, [batch] * 3, values_of(run))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("ranks", "real"), [(1, [8, 4, 2, 1]), (2, [8, 0, 1, 3, 2, 0, 0, 1])])
 def test_micro_batches_with_8_4_2_and_1_labels(ranks: int, real: list[int]) -> None:
     batch = batch_of(real)
@@ -111,7 +110,6 @@ def evaluated(run: Run, sequences: int, values: Whole) -> float:
     return step.evaluate(step.load(values), validation(step, sequences))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("sequences", [5, 3])
 def test_evaluation_is_one_number_on_every_layout(sequences: int) -> None:
     """5 and 3 sequences, which neither 2 nor 4 divides: it ends, and every sequence counts once."""
