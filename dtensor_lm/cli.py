@@ -41,13 +41,15 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(f"unknown command {argv[0]!r}{nearest(argv[0], _COMMANDS)}: use {', '.join(_COMMANDS)}")
         return _COMMANDS[argv[0]](argv[1:])
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":  # under a launcher every rank finds the same fault
+        # Under a launcher every rank finds the same fault: one of them says it.
+        if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") in ("0", ""):
             print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the interpreter flushes it once more at exit
         return 1
     except KeyboardInterrupt:
+        print("interrupted: the run folder holds what was written until now", file=sys.stderr)
         return 130
 
 
@@ -84,6 +86,9 @@ def _train(argv: list[str]) -> int:
     from dtensor_lm.config import TrainConfig, parse
 
     config = parse(TrainConfig, argv, "dtensor-lm train", "Train a model on a corpus.")
+    from dtensor_lm.data import load_corpus
+
+    load_corpus(config.data)  # a wrong path is said before torch is loaded
     return _launch(config, "train")
 
 
@@ -103,7 +108,10 @@ def _launch(config: Any, command: str) -> int:
 
     from_config.check_local(Mesh.parse(config.mesh), launched, getattr(config, "device", "cpu"))
     commands.validate(config)
-    return launch(getattr(commands, command), config, world, mesh_text=config.mesh, json=config.json)
+    code = launch(getattr(commands, command), config, world, mesh_text=config.mesh, json=config.json)
+    if code in (130, 143):
+        print("interrupted: the run folder holds what was written until now", file=sys.stderr)
+    return code
 
 
 _COMMANDS = {"train": _train, "plan": _plan, "check": _check}

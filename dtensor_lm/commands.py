@@ -43,6 +43,9 @@ def check(config: CheckConfig) -> int:
         if config.json:
             print(json.dumps({**report.as_dict(), **about}))
         else:
-            print("\n".join(f"{key:24} {value}" for key, value in {**about, **report.as_dict()}.items()))
+            said = "equal to one device" if report.ok else "NOT equal to one device"
+            print(f"{said} within {report.tolerance:g}: {config.model} on mesh {config.mesh or '(one process)'}")
+            rows = {**report.as_dict(), "bytes": f"{report.bytes} per rank in a step", **about}
+            print("\n".join(f"  {key:22} {value}" for key, value in rows.items()))
         sys.stdout.flush()
     return 0 if report.ok else 1

@@ -51,7 +51,7 @@ class ProgramConfig:
     z_loss: float = 0.0
     """Weight of the squared log-partition function in the loss."""
     seed: int = 0
-    """Seed of initial values, data order and dropout."""
+    """Seed of initial values and of the order of the data."""
     json: bool = False
     """Print one JSON object instead of text."""
 
@@ -176,15 +176,17 @@ _SEED: _Rule = (lambda value: 0 <= value < 2**63, "from 0 to 2**63 - 1")
 _NAME: _Rule = (lambda value: bool(value.strip()), "a name")
 
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(["batch", "seq", "micro_batches", "layers", "evaluation.sequences"], _POSITIVE),
+    **dict.fromkeys(["batch", "seq", "micro_batches", "evaluation.sequences"], _POSITIVE),
+    "layers": (lambda value: 1 <= value <= 10_000, "from 1 to 10000"),
     **dict.fromkeys(["steps", "z_loss", "evaluation.every", "sample.tokens"], _NOT_NEGATIVE),
-    **dict.fromkeys(["sample.temperature", "optimizer.weight_decay", "optimizer.clip_norm"], _NOT_NEGATIVE),
+    **dict.fromkeys(["optimizer.weight_decay", "optimizer.clip_norm"], _NOT_NEGATIVE),
     **dict.fromkeys(["schedule.warmup_steps", "schedule.decay_steps"], _NOT_NEGATIVE),
     **dict.fromkeys(["optimizer.lr", "optimizer.eps"], _ABOVE_0),
     **dict.fromkeys(["label_smoothing", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum"], _BELOW_1),
     "schedule.final_fraction": _TO_1,
+    "sample.temperature": (lambda value: value == 0 or value >= 1e-3, "0, or at least 0.001"),
     "seed": _SEED,
-    **dict.fromkeys(["model", "plan"], _NAME),
+    **dict.fromkeys(["model", "plan", "data", "run_dir"], _NAME),
 }
 
 
@@ -197,6 +199,8 @@ def _range_faults(config: ProgramConfig) -> list[tuple[str, str]]:
             value = getattr(value, name)
         if isinstance(value, float) and not math.isfinite(value):
             faults.append((place, f"{place} is {value}: must be finite"))
+        elif isinstance(value, int) and place != "seed" and value >= 2**31:
+            faults.append((place, f"{place} is {value}: must be below 2**31"))
         elif place in _RULES and value is not None and not _RULES[place][0](value):
             faults.append((place, f"{place} is {value!r}: must be {_RULES[place][1]}"))
     parts, batch = config.micro_batches, config.batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import torch
 
@@ -11,6 +11,7 @@ from dtensor_lm.config import CheckConfig, ProgramConfig, TrainConfig
 from dtensor_lm.errors import ConfigError, UserError, nearest
 from dtensor_lm.mesh import Mesh
 from dtensor_lm.sharding_plans import NAMED, Plan, named, standard
+from dtensor_lm.sharding_plans.plan_file import read_plan
 from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.sharding_plans.resolve import resolve
 
@@ -34,19 +35,12 @@ def plan_of(config: ProgramConfig) -> Plan:
         raise ConfigError("these options cannot be used together", faults)
     if config.plan in NAMED:
         return named(config.plan)
-    path = Path(config.plan)
-    if not path.exists():
+    if not os.path.exists(config.plan):
         raise ConfigError(
             f"--plan {config.plan}: neither a plan{nearest(config.plan, NAMED)} nor a file; "
             f"plans are {', '.join(NAMED)}"
         )
-    import yaml
-
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--plan {config.plan}: {error}") from None
-    return Plan.from_dict(data, f"plan {config.plan}")
+    return read_plan(config.plan)
 
 
 def program_of(config: ProgramConfig) -> Program:

@@ -126,6 +126,8 @@ def _check_given(given: Mapping[str, str], world: int, mesh_text: str) -> None:
     if wrong:
         raise ConfigError("the processes do not fit the mesh", [f"{' and '.join(wrong)}: expected a number"])
     started = int(given["WORLD_SIZE"])
+    if int(given["RANK"]) >= started:
+        faults.append(f"RANK={given['RANK']} of WORLD_SIZE={started}: ranks count from 0")
     if started != world:
         mesh = f"the mesh {mesh_text} needs" if mesh_text else "the mesh needs"
         processes = "1 process" if world == 1 else f"{world} processes"

@@ -12,6 +12,7 @@ from dtensor_lm.errors import MeshError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+MOST_RANKS = 2**31 - 1
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
@@ -24,7 +25,7 @@ class Mesh:
     Raises `MeshError`, with every fault at once, for a size below 1 or an unusable name.
     """
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, /, **sizes: int) -> None:
         faults = _faults(sizes.items())
         if faults:
             raise MeshError("this mesh cannot exist:", faults)
@@ -37,7 +38,7 @@ class Mesh:
         faults: list[str] = []
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, size = (piece.strip() for piece in part.partition("="))
-            if not equals or not re.fullmatch(r"[+-]?[0-9]+", size):
+            if not equals or not re.fullmatch(r"[+-]?[0-9]{1,12}", size):
                 faults.append(f"{part!r} is not AXIS=SIZE with a whole number, such as fsdp=2")
                 continue
             pairs.append((name, int(size)))
@@ -141,4 +142,6 @@ def _faults(pairs: Iterable[tuple[str, int]]) -> list[str]:
             faults.append(
                 f"axis {name} has size {size!r}: a size is a whole number of at least 1 (nothing is filled in)"
             )
+        elif size > MOST_RANKS:
+            faults.append(f"axis {name} has size {size}: at most {MOST_RANKS}")
     return faults

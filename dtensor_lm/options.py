@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import re
 import types
 import typing
@@ -185,9 +186,11 @@ def read_file(path: str, places: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     def read_mapping(node: Any, prefix: str) -> None:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
             if key.value in seen:
                 fault(key, f"{prefix}{key.value}", f"{prefix}{key.value} is given twice")
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
+            seen.add(key.value)
         loader.flatten_mapping(node)  # <<: *name
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -224,6 +227,8 @@ def read_file(path: str, places: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
     try:
+        if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+            return values, [("", f"{path}: is not a file")]
         with open(path, encoding="utf-8") as file:
             loader = yaml.SafeLoader(file.read())
         root = loader.get_single_node()

@@ -49,6 +49,7 @@ class Partitioned(nn.Module):
             raise ModelError("buffers on the meta device have no values: compute them in forward", names)
         for module in self.model.modules():
             module._buffers = {name: b if b is None else b.to(device) for name, b in module._buffers.items()}
+        self.device = device
         self.homes: dict[str, Tensor] = {}  # canonical name -> what regions of the running unit use
         self.inputs: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] = ({}, {})
         rank = dist.get_rank()
@@ -68,7 +69,7 @@ class Partitioned(nn.Module):
             call = _RegionCall(module, plan, program.mesh, rank, device, self)
             forward: Callable[..., Any] = call
             if plan.unit == path:
-                forward = _UnitCall(call, groups[path], units[path], self)
+                forward = _UnitCall(call, groups[path], units[path], self, path == "")
             module.forward = forward
         for module in self.model.modules():
             for name in list(module._parameters):
@@ -76,8 +77,13 @@ class Partitioned(nn.Module):
                 module.__dict__[name] = None
 
     def forward(self, leaves: Mapping[str, Tensor], values: Mapping[str, Tensor], **inputs: Tensor) -> Any:
+        if inputs.keys() != self.shapes.keys():
+            raise ValueError(f"the model's inputs are {', '.join(self.shapes)}, not {', '.join(inputs) or 'nothing'}")
         for name, x in inputs.items():
-            if name in self.shapes and tuple(x.shape) != self.shapes[name]:
+            if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.device.type != self.device.type:
+                what = f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else repr(type(x))
+                raise ValueError(f"{name} is {what}: an int64 tensor on {self.device} is expected")
+            if tuple(x.shape) != self.shapes[name]:
                 raise ValueError(
                     f"{name} has shape {list(x.shape)}; this Program gives this rank {list(self.shapes[name])} of "
                     f"{self.program.inputs[name]}"
@@ -145,8 +151,10 @@ class _RegionCall:
 class _UnitCall:
     """A unit gathers its parameters, runs, and lets go of them; what backward needs again it gathers again."""
 
-    def __init__(self, call: _RegionCall, groups: list[_GatherGroup], names: list[str], owner: Partitioned) -> None:
-        self.call, self.groups, self.owner = call, groups, owner
+    def __init__(
+        self, call: _RegionCall, groups: list[_GatherGroup], names: list[str], owner: Partitioned, root: bool
+    ) -> None:
+        self.call, self.groups, self.owner, self.root = call, groups, owner, root
         gathered = {n for g in groups for n in g.names}
         self.plain = [n for n in names if n not in gathered]
 
@@ -155,7 +163,7 @@ class _UnitCall:
         homes = {name: leaves[name] for name in self.plain}
         hooks: Any = nullcontext()
         if self.groups:
-            again = _Regather(self.owner)
+            again = _Regather(self.owner, self.root)
             for g in self.groups:
                 shards = [values[n] for n in g.names]
                 out = cast("tuple[Tensor, ...]", _Gathered.apply(g, again, *shards, *[leaves[n] for n in g.names]))
@@ -217,8 +225,8 @@ class _Gathered(torch.autograd.Function):
 class _Regather:
     """One call of a unit: saved tensors that live in gathered storage are kept as (shard, view) and gathered again."""
 
-    def __init__(self, owner: Partitioned) -> None:
-        self.owner = owner
+    def __init__(self, owner: Partitioned, root: bool) -> None:
+        self.owner, self.root = owner, root
         self.places: dict[int, tuple[int, int]] = {}
         self.groups: list[tuple[_GatherGroup, list[Tensor]]] = []
         self.cache: dict[int, list[Tensor]] = {}
@@ -238,9 +246,12 @@ class _Regather:
             return kept
         (which, i), size, stride, offset = kept
         if which not in self.cache:
-            if self.owner.regathered is not None and self.owner.regathered is not self:
-                self.owner.regathered.release()  # backward goes unit by unit: only one holds whole weights
-            self.owner.regathered = self
+            # Backward goes unit by unit, so only one of them holds whole weights; the model's own parameters may
+            # be asked for before, between and after its units, and stay.
+            if not self.root:
+                if self.owner.regathered is not None and self.owner.regathered is not self:
+                    self.owner.regathered.release()
+                self.owner.regathered = self
             g, shards = self.groups[which]
             with torch.no_grad():
                 self.cache[which] = g.gather(shards)

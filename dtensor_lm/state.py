@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -38,14 +39,14 @@ class TrainState:
             raise DonatedStateError("this state was donated to a step: use the state that the step returned")
 
     @property
-    def parameters(self) -> dict[str, DTensor]:
+    def parameters(self) -> Mapping[str, DTensor]:
         self._check()
-        return self._parameters
+        return MappingProxyType(self._parameters)  # a tensor put in its place would be lost at the next step
 
     @property
-    def optimizer(self) -> dict[str, dict[str, DTensor]]:
+    def optimizer(self) -> Mapping[str, Mapping[str, DTensor]]:
         self._check()
-        return self._optimizer
+        return MappingProxyType({slot: MappingProxyType(tensors) for slot, tensors in self._optimizer.items()})
 
     @property
     def step(self) -> int:
@@ -107,13 +108,13 @@ def locals_of(tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:
 
 
 def whole(tensors: Mapping[str, DTensor]) -> dict[str, Tensor]:
-    """The whole tensors, on every rank; every rank calls it."""
+    """Copies of the whole tensors, on every rank; every rank calls it."""
     # torch warns that two axes on one dim are gathered in two collectives; that is meant.
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        return {name: tensor.full_tensor() for name, tensor in tensors.items()}
+        return {name: tensor.full_tensor().clone() for name, tensor in tensors.items()}
     finally:
         logger.setLevel(level)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_lm.errors import ModelError, nearest
 from dtensor_lm.likeness import likeness, plain
@@ -141,7 +142,9 @@ class _Tracer:
             known = inspect.signature(module.forward).parameters
             for name in region.inputs:
                 if name not in known:
-                    self.faults.append(f"{where}: forward has no parameter {name!r}{nearest(name, known)}")
+                    self.faults.append(
+                        f"{where}: forward has no parameter {name!r}{nearest(name, known)}; it has {', '.join(known)}"
+                    )
             names = set(region.own_names())
             for child in (p for p, parent in self.parents.items() if parent == path):
                 inner = signature(self.regions[child])
@@ -183,14 +186,22 @@ class _Tracer:
         for path in units:
             self.regions[path].forward = self._once(path, self.regions[path])
         parameters = [(m, name, p) for m in model.modules() for name, p in m._parameters.items()]
+        modes = [(module, module.training) for module in model.modules()]
+        model.train()  # a step trains, whatever mode the model is in
         for module, name, _ in parameters:
             module._parameters[name] = None  # a region sees the parameters that it names, and no others
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t), torch.enable_grad():
+            with (
+                _NoRandomness(self),
+                torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t),
+                torch.enable_grad(),
+            ):
                 model(**arguments)
         finally:
             for module, name, p in parameters:
                 module._parameters[name] = p
+            for module, training in modes:
+                module.training = training
             for path in units:
                 del self.regions[path].forward
             for handle in handles:
@@ -300,6 +311,20 @@ class _Tracer:
                     call.outputs.append(None)
 
         return hook
+
+
+class _NoRandomness(TorchDispatchMode):
+    """Refuses random operators: each rank would draw its own numbers, and copies would part ways."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.__name__:
+            where = (self.tracer.stack[-1].path if self.tracer.stack else "") or "the model"
+            self.tracer.faults.append(f"{where}: {func} is random, and would differ between ranks: not supported yet")
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder:

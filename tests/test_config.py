@@ -165,14 +165,14 @@ def test_every_value_out_of_range_at_once() -> None:
         "batch is 0: must be at least 1",
         "seq is 0: must be at least 1",
         "micro_batches is 0: must be at least 1",
-        "layers is 0: must be at least 1",
+        "layers is 0: must be from 1 to 10000",
         "label_smoothing is 1.0: must be at least 0 and below 1",
         "z_loss is inf: must be finite",
         "steps is -1: must be 0 or more",
         "optimizer.lr is nan: must be finite",
         "optimizer.eps is 0.0: must be above 0",
         "schedule.final_fraction is 1.5: must be from 0 to 1",
-        "sample.temperature is -0.5: must be 0 or more",
+        "sample.temperature is -0.5: must be 0, or at least 0.001",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="seq is 0: must be at least 1"):
         TrainConfig(seq=0).validate()
@@ -239,7 +239,8 @@ _CONFIGS = st.builds(
     seq=st.integers(1, 10**9), layers=st.none() | st.integers(1, 99), tied=st.none() | st.booleans(),
     label_smoothing=_numbers(0, 1), z_loss=_numbers(0, 1e300), seed=st.integers(0, 2**63 - 1),
     json=st.booleans(),
-    steps=st.integers(0, 10**9), data=st.none() | _text(), run_dir=st.none() | _text(),
+    steps=st.integers(0, 10**9), data=st.none() | _text().filter(str.strip),
+    run_dir=st.none() | _text().filter(str.strip),
     device=st.sampled_from(["auto", "cpu", "cuda"]),
     optimizer=st.builds(
         OptimizerConfig, lr=_numbers(5e-324, 1e308), beta1=_numbers(0, 1),
@@ -247,7 +248,8 @@ _CONFIGS = st.builds(
     ),
     schedule=st.builds(ScheduleConfig, kind=st.sampled_from(["cosine", "wsd"])),
     evaluation=st.builds(EvaluationConfig, every=st.integers(0, 99), sequences=st.integers(1, 99)),
-    sample=st.builds(SampleConfig, prompt=_text(), temperature=_numbers(0, 9)), progress=st.booleans(),
+    sample=st.builds(SampleConfig, prompt=_text(), temperature=st.just(0.0) | _numbers(1e-3, 9)),
+    progress=st.booleans(),
 )  # fmt: skip
 
 

@@ -353,10 +353,16 @@ def test_errors_of_a_folder(tmp_path: Path) -> None:
     assert fails(tmp_path) == f"The corpus is empty\n  - {tmp_path}: holds no UTF-8 text (1 binary); add text files"
     (tmp_path / "a.txt").write_text("a")
     assert fails(tmp_path) == (
-        "The validation part is empty\n"
-        f"  - {tmp_path}: all 1 file fall to the other part (about 5 % of files, by "
-        "path, are for validation); add files, or join them into one file, which is split by position"
+        f"The validation part is empty\n  - {tmp_path}: the last 5 % of files of 1 bytes is nothing; add text"
     )
+
+
+def test_a_few_files_are_split_by_position(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+    corpus = load_corpus(str(tmp_path))
+    assert corpus.decode(corpus.train.read(0, 192).tolist()).count("a") == 95
+    assert (len(corpus.train), len(corpus.validation)) == (2 * 96, 2 * 6)
 
 
 def test_unreadable_files_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

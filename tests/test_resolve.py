@@ -699,7 +699,8 @@ def test_how_a_program_is_printed() -> None:
     assert head == (
         "Llama, 459,392 parameters, on mesh tp=2 (2 ranks), float32\n"
         "batch 1 x 64 tokens in 1 micro-batch\n"
-        "state per rank: parameters 898.5 KiB, gradients 898.5 KiB, optimizer 1.8 MiB"
+        "state per rank: parameters 898.5 KiB, gradients 898.5 KiB, optimizer 1.8 MiB "
+        "(without activations and gathered weights)"
     )
     lines = {" ".join(line.split()) for line in text.splitlines()}
     assert {

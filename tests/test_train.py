@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from dtensor_lm.cli import main
 
 SMALL = ["--steps", "5", "--batch", "16", "--seq", "32", "--layers", "2", "--evaluation.sequences", "5"]
 
@@ -99,17 +102,32 @@ def test_a_run_that_is_not_finite_stops(folder: Path) -> None:
         (["train", "--seq", "4000000"], "the longest sequence that works"),
         (["train", "--stepz", "3"], "did you mean --steps?"),
         (["check", "--mesh", "tp=3"], "heads"),
+        (["train", "--mesh", "cp=2"], "context parallelism is not built yet"),
+        (["train", "--run-dir", "/dev/null/x"], "is not a folder"),
+        (["train", "--data", ""], "data is '': must be a name"),
+        (["check", "--mesh", "fsdp=" + "9" * 5000], "is not AXIS=SIZE"),
+        (["check", "--mesh", "self=1,fsdp=x"], "fsdp=x"),
         (["check", "--mesh", "dp=100"], "too many to start on this machine"),
         (["plan", "--plan", "tp_spp"], "did you mean tp_sp"),
         (["plan", "--model", "llama"], "unknown model"),
         (["fit"], "unknown command"),
     ],
 )
-def test_bad_input_is_one_message(folder: Path, options: list[str], message: str) -> None:
-    ran = command(*options, cwd=folder)
-    assert ran.returncode == 2
-    assert message in ran.stderr and ran.stderr.startswith("error: ")
-    assert "Traceback" not in ran.stderr and not ran.stdout
+def test_bad_input_is_one_message(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert main(options) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.startswith("error: ")
+    assert "Traceback" not in err and not out
+
+
+def test_a_process_ends_with_code_2(folder: Path) -> None:
+    ran = command("check", "--mesh", "tp=3,xx=2", "--batch", "5", "--micro-batches", "5", cwd=folder)
+    assert ran.returncode == 2 and not ran.stdout
+    for text in ("axis xx=2 shards nothing", "heads", "vocab", "a sequence of 64"):
+        assert text in ran.stderr
 
 
 @pytest.mark.quick

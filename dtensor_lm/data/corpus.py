@@ -168,32 +168,41 @@ def _file(name: str, file: Path) -> Corpus:
         raise DataError("The corpus is empty", [f"{name}: has no bytes; give a file with text"])
     if kind != "text":
         raise DataError("The corpus cannot be read", [f"{name}: is not UTF-8 text; convert it"])
-    cut = part.size - part.size * VALIDATION_PERCENT // 100
-    if cut == part.size:
+    before, after = _cut(part)
+    if after.start == after.stop:
         fault = f"{name}: the last {VALIDATION_PERCENT} % of {part.size} bytes is nothing; give at least 20 bytes"
         raise DataError("The validation part is empty", [fault])
-    before = Part(part.path, 0, cut, part.size, part.modified_ns)
-    after = Part(part.path, cut, part.size, part.size, part.modified_ns)
     # The cut is in the middle of a document: no separator.
     return Corpus(name, Documents([before], separated=False), Documents([after], separated=False))
 
 
 def _split_by_file(name: str, texts: Mapping[str, Part], skipped: Counter[str]) -> Corpus:
-    """Each file goes to the part that the hash of its relative path names, whatever other files there are."""
+    """Each file goes to the part that the hash of its relative path names, whatever other files there are.
+
+    Where that leaves a part empty (few files), the last bytes of each file are for validation instead.
+    """
     parts: dict[bool, list[Part]] = {False: [], True: []}
     for key in sorted(texts):
         digest = hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest()
         parts[int.from_bytes(digest, "little") % 100 < VALIDATION_PERCENT].append(texts[key])
-    for part, which in ((parts[False], "train"), (parts[True], "validation")):
-        if not part:
-            many = f"{len(texts)} file{'s' * (len(texts) != 1)}"
-            fault = (
-                f"{name}: all {many} fall to the other part (about {VALIDATION_PERCENT} % of files, by path,"
-                " are for validation); add files, or join them into one file, which is split by position"
-            )
-            raise DataError(f"The {which} part is empty", [fault])
+    if not parts[False] or not parts[True]:
+        cuts = [_cut(texts[key]) for key in sorted(texts)]
+        parts = {False: [before for before, _ in cuts], True: [after for _, after in cuts if after.stop > after.start]}
+    if not parts[True]:
+        size = sum(part.size for part in texts.values())
+        fault = f"{name}: the last {VALIDATION_PERCENT} % of files of {size} bytes is nothing; add text"
+        raise DataError("The validation part is empty", [fault])
     reasons = {reason: count for reason, count in skipped.items() if count}
     return Corpus(name, Documents(parts[False]), Documents(parts[True]), reasons)
+
+
+def _cut(part: Part) -> tuple[Part, Part]:
+    """A file by position: what is for training, and the last bytes for validation."""
+    cut = part.size - part.size * VALIDATION_PERCENT // 100
+    return (
+        Part(part.path, 0, cut, part.size, part.modified_ns),
+        Part(part.path, cut, part.size, part.size, part.modified_ns),
+    )
 
 
 def _visible(root: Path, skipped: Counter[str], faults: list[str]) -> Iterator[Path]:

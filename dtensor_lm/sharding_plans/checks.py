@@ -12,6 +12,7 @@ from dtensor_lm.sharding_plans.plan import TABLES, Plan
 from dtensor_lm.trace import Trace
 
 _LAYER = re.compile(r"(^|(?<=\.))\d+(?=[.:]|$)")
+NOT_BUILT = {"cp": "context parallelism", "ep": "expert parallelism", "pp": "pipeline parallelism"}
 SEQUENCE = ("seq", "res", "q_seq", "kv_seq")
 
 
@@ -93,6 +94,11 @@ class Checks:
         }
         for axis in self.mesh.active:
             if axis not in used:
+                if axis in NOT_BUILT:
+                    self.add(
+                        "", f"axis {axis}={self.mesh[axis]}: {NOT_BUILT[axis]} is not built yet; take it off the mesh"
+                    )
+                    continue
                 near = nearest(axis, planned - set(self.mesh))
                 self.add(
                     "",

@@ -59,6 +59,8 @@ def standard(zero: int = 0, sequence_parallel: bool = True) -> Plan:
     zero: how far ZeRO goes over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (fsdp
     always shards all three). sequence_parallel: the residual stream's sequence over tp.
     """
+    if zero not in (0, 1, 2, 3):
+        raise PlanError(f"zero is {zero!r}: use 0, 1, 2 or 3")
     wide, narrow = ("fsdp", "dp"), ("fsdp",)
     return Plan(
         compute={"batch": ("dp", "fsdp"), **_TP, **({"res": "tp"} if sequence_parallel else {})},

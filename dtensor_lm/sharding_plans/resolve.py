@@ -54,6 +54,16 @@ def resolve(
         faults.append("seq is missing: pass seq=..., since the model has no config.seq")
     if any(not p.is_meta for p in model.parameters()):
         faults.append("the model is not on the meta device: build it inside dtensor_lm.abstract(lambda: ...)")
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    if dtype is None and len(dtypes) > 1:
+        faults.append(f"parameters have several dtypes ({', '.join(dtypes)}): pass dtype=... for all of them")
+    elif dtype is None and dtypes and dtypes[0] not in DTYPES:
+        faults.append(f"parameters are {dtypes[0]}: use {', '.join(DTYPES)}")
+    faults += [
+        f"buffer {name} is on the meta device and has no values: compute it in forward"
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta
+    ]
     if faults or seq is None:
         raise ModelError("resolve cannot use these arguments:", faults)
     data_ranks = mesh.product(plan.axes("compute", "batch"))

@@ -41,7 +41,9 @@ def table(p: Program) -> str:
     lines = [
         f"{type(p.model).__name__}, {total:,} parameters, on {where}, {p.dtype}",
         f"batch {p.batch} x {p.seq} tokens in {p.micro_batches} micro-batch" + "es" * (p.micro_batches > 1),
-        "state per rank: " + ", ".join(f"{name} {bytes_text(n)}" for name, n in state.items()),
+        "state per rank: "
+        + ", ".join(f"{name} {bytes_text(n)}" for name, n in state.items())
+        + " (without activations and gathered weights)",
         "",
         "parameters (layout, then local shape and bytes per rank)",
     ]
@@ -55,14 +57,13 @@ def table(p: Program) -> str:
             )
             if layout.dims != before.dims
         ]
-        more = [f"gathered {x.gathered}"] if x.gathered.dims != x.storage.dims else []
         groups[
             generic(x.name),
             str(x.storage),
             _shape(x.storage),
             bytes_text(x.storage.local_bytes()),
             "decays" if x.decay else "",
-            "; ".join(more + later),
+            "; ".join(later),
         ] += 1
     lines += _table((name + _times(n), *rest) for (name, *rest), n in groups.items())
     states = "S cut, P addends, R equal with partial gradients, I equal"

@@ -96,13 +96,15 @@ class Reference:
         count = max(int((batch["labels"] != IGNORE).sum()), 1)
         loss = self.model(**batch) / count
         names = dict(self.model.named_parameters())
-        grads = torch.autograd.grad(loss, list(names.values()))
+        grads = torch.autograd.grad(loss, list(names.values()), allow_unused=True, materialize_grads=True)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
         return float(loss.detach()), dict(zip(names, grads, strict=True)), norm
 
     def train(self, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]], clip_norm: float) -> Whole:
         for batch in batches:
             optimizer.zero_grad()
+            for p in self.model.parameters():
+                p.grad = torch.zeros_like(p)  # torch's optimizers pass over unused parameters; ours decay them
             count = max(int((batch["labels"] != IGNORE).sum()), 1)
             (self.model(**batch) / count).backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,10 @@ def real_copy(model: nn.Module, generator: torch.Generator) -> nn.Module:
                if is_region(m) for local in signature(m).params}  # fmt: skip
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     faults = [f"{n}: no region names its dims" for n in names if n not in claimed]
+    for path, m in model.named_modules():
+        known = inspect.signature(m.forward).parameters if is_region(m) else {}
+        faults += [f"{path or 'the model'}: forward has no parameter {n!r}: it has {', '.join(known)}"
+                   for n in (signature(m).inputs if is_region(m) else ()) if n not in known]  # fmt: skip
     faults += [f"{n}: a region names a parameter that does not exist" for n in sorted(claimed - {*names})]
     if faults:
         raise ModelError("the model contradicts its signatures:", faults)

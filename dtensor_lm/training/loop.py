@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -29,9 +30,22 @@ class RunFailed(RuntimeError):
 
 
 def check_run_dir(run_dir: str | None) -> None:
-    """Raises `ConfigError` rather than write over an earlier run."""
-    if run_dir is not None and (Path(run_dir) / "metrics.jsonl").exists():
-        raise ConfigError(f"--run-dir {run_dir} holds an earlier run: choose another folder, or remove it first")
+    """Raises `ConfigError` rather than write over an earlier run, or find out late that nothing can be written."""
+    if run_dir is None:
+        return
+    path = Path(run_dir)
+    try:
+        if (path / "metrics.jsonl").exists():
+            raise ConfigError(f"--run-dir {run_dir} holds an earlier run: choose another folder, or remove it first")
+        above = next(p for p in (path, *path.parents) if p.exists())
+        if not above.is_dir():
+            raise ConfigError(f"--run-dir {run_dir}: {above} is not a folder")
+        if not os.access(above, os.W_OK):
+            raise ConfigError(f"--run-dir {run_dir}: {above} cannot be written: choose another folder")
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--run-dir {run_dir}: {error}: choose another folder") from None
 
 
 def feed_of(config: TrainConfig, program: Program) -> Feed:
@@ -52,7 +66,7 @@ class Folder:
         name = (
             f"{config.model}-{config.mesh.replace('=', '').replace(',', '-') or 'one'}-{time.strftime('%Y%m%d-%H%M%S')}"
         )
-        self.path = Path(config.run_dir or f"runs/{name}")
+        self.path = Path(config.run_dir or f"runs/{name}-{os.getpid()}")  # two runs may start in one second
         self.metrics: TextIO | None = None
         fault: UserError | None = None
         if dist.get_rank() == 0:
@@ -143,6 +157,8 @@ class _Run:
             bar.update()
             bar.set_postfix_str(f"loss {metrics.loss:.3f}, {record['tokens_per_second']:,.0f} tokens/s", refresh=False)
         bar.close()
+        if record and "val_loss" not in record:
+            self.say(f"step {config.steps:5}  loss {record['loss']:.4f}  norm {record['grad_norm']:.3f}")
         text = sample(self.program, state, self.data.corpus, config.sample, config.seed, step.device)
         if self.first and text is not None:
             (self.folder.path / "sample.txt").write_text(text, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
+
+from dtensor_lm.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,17 @@ class Optimizer(Protocol):
         ...
 
 
+def _check(optimizer: object, **values: float) -> None:
+    """Raises ConfigError for what no optimizer can use, all at once."""
+    faults = []
+    for name, value in values.items():
+        below = 1.0 if name in ("beta1", "beta2", "momentum") else math.inf
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < below:
+            faults.append(f"{name} is {value!r}: a number of at least 0" + (" and below 1" if below == 1.0 else ""))
+    if faults:
+        raise ConfigError(f"{type(optimizer).__name__} cannot use these values:", faults)
+
+
 @dataclass(frozen=True)
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019). Decay only touches groups that decay."""
@@ -43,6 +57,9 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check(self, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay, beta1=self.betas[0], beta2=self.betas[1])
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -67,6 +84,9 @@ class SGD:
     lr: float = 1e-2
     momentum: float = 0.0
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
     @property
     def slots(self) -> tuple[str, ...]:

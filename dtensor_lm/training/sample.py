@@ -31,7 +31,7 @@ def sample(
         return None
     model = single_device(program.model, values, device).eval()
     generator = torch.Generator(device=device).manual_seed(seed)
-    text = list(config.prompt.encode()) or [0]
+    text = list(config.prompt.encode(errors="replace")) or [0]
     for _ in range(config.tokens):
         window = torch.tensor([text[-program.seq :]], device=device)
         logits = model(window)[0, -1].float()

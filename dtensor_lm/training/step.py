@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_lm import process_groups
 from dtensor_lm.collectives import all_reduce, group_of
-from dtensor_lm.errors import ModelError
+from dtensor_lm.errors import ConfigError, ModelError
 from dtensor_lm.initial_values import draw, recipes
 from dtensor_lm.ops.cross_entropy import IGNORE
 from dtensor_lm.partition import partition
@@ -21,7 +21,7 @@ from dtensor_lm.rounds import BoundRound
 from dtensor_lm.sharding_plans.predict import STATISTICS, reduction_rounds, update_rounds
 from dtensor_lm.sharding_plans.program import Parameter, Program
 from dtensor_lm.state import TrainState, local, locals_of, narrow, take, wrap
-from dtensor_lm.training.optimizer import Group, Optimizer
+from dtensor_lm.training.optimizer import SGD, AdamW, Group, Optimizer
 from dtensor_lm.training.schedule import Schedule
 
 BlockMaker = Callable[[Parameter, str, torch.dtype], Tensor]  # (parameter, table, dtype) -> this rank's block
@@ -78,6 +78,8 @@ class TrainStep:
 
         Raises `ModelError` for initialisers that cannot be reproduced on a shard.
         """
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"seed is {seed!r}: a whole number")
         known = recipes(self.program.model)
         place = self.program.mesh.coordinate(dist.get_rank())
 
@@ -88,7 +90,22 @@ class TrainStep:
         return self._state(block)
 
     def load(self, values: Mapping[str, Tensor], step: int = 0) -> TrainState:
-        """A state from whole tensors (on every rank) instead of initialisers."""
+        """A state from whole tensors (on every rank) instead of initialisers.
+
+        Raises `ModelError` with every name that is missing, unknown, or of another shape.
+        """
+        known = self.program.parameters
+        faults = [f"{n}: missing" for n in known if n not in values]
+        faults += [f"{n}: the model has no such parameter" for n in values if n not in known]
+        faults += [
+            f"{n}: has shape {list(v.shape)}, the model {list(known[n].storage.shape)}"
+            for n, v in values.items()
+            if n in known and tuple(v.shape) != known[n].storage.shape
+        ]
+        if step < 0:
+            faults.append(f"step is {step}: at least 0")
+        if faults:
+            raise ModelError("these values do not fit the model:", faults)
 
         def block(p: Parameter, table: str, dtype: torch.dtype) -> Tensor:
             return take(values[p.name].to(self.device, dtype), getattr(p, table))
@@ -119,8 +136,13 @@ class TrainStep:
 
         Where loss or norm is not finite, which all ranks see alike, parameters and moments stay as they are.
         """
-        if len(batch) != self.program.micro_batches:
+        if isinstance(batch, Mapping) or len(batch) != self.program.micro_batches:
+            if isinstance(batch, Mapping):
+                raise ValueError("a batch is a list with one mapping of inputs per micro-batch")
             raise ValueError(f"{len(batch)} micro-batches, but the Program was made for {self.program.micro_batches}")
+        missing = {*self.optimizer.slots} - {*state.optimizer}
+        if missing or {*state.optimizer} - {*self.optimizer.slots, "master"}:
+            raise ValueError(f"this state has {sorted(state.optimizer)}; the optimizer has {[*self.optimizer.slots]}")
         lr = self.optimizer.lr * (self.schedule(state.step) if self.schedule else 1.0)
         grads, loss, tokens, norm = self.gradients(state, batch)
         count = max(tokens, 1)
@@ -225,7 +247,9 @@ class TrainStep:
         if self.world is not None:
             totals = all_reduce(totals, self.world)
         loss, count = totals.tolist()
-        return loss / max(round(count), 1)
+        if round(count) == 0:
+            raise ValueError("nothing to evaluate: the batches have no unmasked label")
+        return loss / round(count)
 
 
 def train_step(
@@ -241,5 +265,11 @@ def train_step(
     clip_norm: largest norm of the gradient over the whole model, 0 for no clipping.
     Needs one process per rank of the mesh; a mesh of one rank needs no launcher.
     """
+    if not isinstance(optimizer, (AdamW, SGD)):
+        raise ConfigError(f"the optimizer is {optimizer!r}: make it with dtensor_lm.adamw(...) or dtensor_lm.sgd(...)")
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not 0 <= clip_norm < math.inf:
+        raise ConfigError(f"clip_norm is {clip_norm!r}: a number of at least 0, where 0 does not clip")
+    if schedule is not None and not callable(schedule):
+        raise ConfigError(f"schedule is {schedule!r}: a function of the step, see dtensor_lm.training.schedule")
     where = device if isinstance(device, torch.device) else process_groups.device(device)
     return TrainStep(program, optimizer, schedule, clip_norm, where)

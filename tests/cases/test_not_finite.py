@@ -1,4 +1,4 @@
-"""An inf or NaN that one rank meets is seen by all of them in the same step, and ends the run.
+"""An inf or NaN that one rank meets is seen by all of them in the same step, changes nothing, and ends the run.
 
 Sources: pytorch/pytorch#46849, facebookresearch/habitat-lab#2226, kyutai-labs/pocket-tts#262,
 deepspeedai/DeepSpeed#7171.
@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from case_runs import Run, batch_of, step_of, values_of
 from torch import Tensor
@@ -65,6 +66,11 @@ def spoiling(place: str, value: float, when: int) -> Any:
     return mock.patch.object(TrainStep, "gradients", spoiled)
 
 
+def copies(state: TrainState) -> list[Tensor]:
+    """Parameters and moments on this rank."""
+    return [local(x).clone() for tree in (state.parameters, *state.optimizer.values()) for x in tree.values()]
+
+
 def metrics_of_3_steps(run: Run, place: str) -> dict[tuple[float, float], list[tuple[float, float]]]:
     """(loss, norm) per step, by the value that is met in the third and by the norm to clip to (0: no clipping)."""
     step, found = step_of(run, dl.adamw(lr=1e-3)), {}
@@ -73,14 +79,18 @@ def metrics_of_3_steps(run: Run, place: str) -> dict[tuple[float, float], list[t
         state, steps = step.load(values_of(run)), found.setdefault((value, clip_norm), [])
         with spoiling(place, value, 3):
             for i in range(3):
+                before = copies(state)
                 state, metrics = step(state, parts(step.program, batch_of([8, 5], seed=i), step.device))
                 steps.append((metrics.loss, metrics.grad_norm))
+        if place.startswith("gradient"):
+            assert all(torch.equal(x, y) for x, y in zip(before, copies(state), strict=True))
     return found
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_rank_sees_it(place: str, zero: int) -> None:
+    """And parameters and moments stay, bit for bit, as they were before the step."""
     ranks = Run(Mesh(dp=2, tp=2), standard(zero), dtype="float32").everywhere(metrics_of_3_steps, place)
     assert len({str(found) for found in ranks}) == 1
     for *before, (loss, norm) in ranks[0].values():
