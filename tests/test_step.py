@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tests_models import Small, Table
 from torch import Tensor, nn
 
 import dtensor_lm as dl
-from dtensor_lm.ops import embedding
 from dtensor_lm.sharding_plans import Plan
 from dtensor_lm.state import DonatedStateError, local
 from dtensor_lm.testing.equivalence import Report, compare, parts, random_batch
@@ -18,66 +17,6 @@ from dtensor_lm.testing.workers import pool
 from dtensor_lm.training.step import TrainStep
 
 pytestmark = pytest.mark.quick
-
-
-class Table(nn.Module):
-    region = dl.Region(
-        inputs={"ids": "int batch seq", "index": "index vocab"},
-        outputs="batch seq embed +vocab -> batch res embed",
-        params={"weight": "vocab embed"},
-        cuts="batch seq vocab",
-    )
-
-    def __init__(self, vocab: int, embed: int) -> None:
-        super().__init__()
-        self.vocab, self.weight = vocab, nn.Parameter(torch.randn(vocab, embed))
-
-    def forward(self, ids: Tensor, index: Tensor | None = None) -> Tensor:
-        return embedding(ids, self.weight, self.vocab, index)
-
-
-class MLP(nn.Module):
-    region = dl.Region(
-        inputs={"x": "batch res embed -> batch seq embed"},
-        outputs="batch seq embed +ffn -> batch res embed",
-        params={"up.weight": "ffn embed", "up.bias": "ffn", "down.weight": "embed ffn", "down.bias": "embed +ffn"},
-        cuts="batch seq ffn",
-    )
-
-    def __init__(self, embed: int, ffn: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(embed, ffn), nn.Linear(ffn, embed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-class Loss(nn.Module):
-    """A loss without a vocabulary; its output says nothing about other axes, so they are in state R."""
-
-    region = dl.Region(
-        inputs={"x": "batch res embed -> batch seq embed", "labels": "int batch seq"},
-        outputs="+batch +seq",
-        cuts="batch seq",
-    )
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return ((x.square().sum(-1) - 1) * (labels != -100)).square().sum()
-
-
-class Small(nn.Module):
-    region = dl.Region(
-        inputs={"tokens": "int batch seq", "labels": "int batch seq"},
-        outputs="+batch +seq",
-        cuts="batch seq res seq+res",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.mlp, self.loss = Table(12, 8), MLP(8, 16), Loss()
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.mlp(self.table(tokens)), labels)
 
 
 def small(mesh: str, plan: Plan) -> Report:
