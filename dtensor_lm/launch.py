@@ -88,10 +88,11 @@ def launch(
 
 def prepare_environment(world: int) -> None:
     """Set the threads of each rank, without spinning; before torch is imported. What is set stays."""
-    if "SLURM_CPUS_PER_TASK" in os.environ:
+    if os.environ.get("SLURM_CPUS_PER_TASK", "").isdecimal():
         threads = int(os.environ["SLURM_CPUS_PER_TASK"])
     else:
-        threads = available_cores() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        here = os.environ.get("LOCAL_WORLD_SIZE", "")
+        threads = available_cores() // max(1, int(here) if here.isdecimal() else world)
     for name, value in thread_environment(max(1, threads)).items():
         os.environ.setdefault(name, value)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_lm.errors import ConfigError
 from dtensor_lm.mesh import Mesh
 
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -19,10 +20,14 @@ _world: dist.ProcessGroup | None = None  # the default group that the caches abo
 def device(kind: str = "auto") -> torch.device:
     """The device of this rank: of the accelerator that torch finds, or the CPU. kind: auto, cpu, cuda, ..."""
     if kind == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kind = found.type if found is not None and found.type != "mps" else "cpu"
+        best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        kind = best.type if best is not None and best.type != "mps" else "cpu"
     if kind == "cpu":
         return torch.device("cpu")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type != kind:
+        here = f"there is {found.type}" if found else "torch finds no accelerator here"
+        raise ConfigError(f"device {kind!r}: {here}; use cpu, or auto")
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
 
 

@@ -64,8 +64,12 @@ def run(name: str, tied: bool) -> Report:
     return compare(program, steps=2)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+TIED = {"vocabulary whole, sequence parallel", "only the vocabulary", "gradients less cut than storage",
+        "storage of rows, uneven", "kv heads over one of two axes"}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", PLANS)
-def test_equal_to_one_device(name: str, tied: bool) -> None:
+def test_equal_to_one_device(name: str) -> None:
+    tied = name in TIED
     for report in pool(dl.Mesh.parse(PLANS[name][0]).size).run(run, name, tied):
         assert report.ok, report

@@ -111,9 +111,11 @@ def load_corpus(path: str | None) -> Corpus:
     """
     if path is None:
         return _standard_library()
-    root = Path(path).expanduser()
     try:
+        root = Path(path).expanduser()
         mode = root.stat().st_mode
+    except (RuntimeError, ValueError) as error:  # a user that does not exist, a byte 0
+        raise DataError("The corpus cannot be read", [f"{path!r}: {error}; give an existing path"]) from error
     except OSError as error:
         raise DataError("The corpus cannot be read", [f"{path}: {_reason(error)}; give an existing path"]) from error
     if stat.S_ISDIR(mode):
