@@ -7,6 +7,8 @@ backward, follows from those two tables.
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -49,9 +51,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        value = getattr(importlib.import_module(f"dtensor_lm.{_WHERE[name]}"), name)
-        if name != "partition":  # the function shares its module's name: always hand out the function
-            globals()[name] = value
+        value = globals()[name] = getattr(importlib.import_module(f"dtensor_lm.{_WHERE[name]}"), name)
         return value
     if name in _MODULES:
         return importlib.import_module(f"dtensor_lm.{_MODULES[name]}")
@@ -60,3 +60,15 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(types.ModuleType):
+    """Importing `dtensor_lm.partition` would put the module in the place of the function of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "partition" and isinstance(value, types.ModuleType):
+            value = value.partition
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

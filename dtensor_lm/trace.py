@@ -6,7 +6,6 @@ region was called, and a parameter is gathered again in backward because its val
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,24 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_lm.errors import ModelError, nearest
+from dtensor_lm.errors import ModelError
 from dtensor_lm.likeness import likeness, plain
-from dtensor_lm.region import Region, TensorSpec, bind, factors, is_region, signature
-
-Shape = tuple[int, ...]
-
-
-@dataclass
-class Value:
-    """A tensor that crossed a region's border in the whole model: global shape and dtype."""
-
-    shape: Shape
-    dtype: str
-    grad: bool = True  # whether a gradient flows back through it
-
-
-def value_of(tensor: Tensor) -> Value:
-    return Value(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.requires_grad)
+from dtensor_lm.region import Region, TensorSpec, bind, signature
+from dtensor_lm.signatures import Shape, Signatures, Use, Value, dtype_name, value_of
 
 
 @dataclass
@@ -57,16 +42,6 @@ class Call:
     reductions: list[Reduction] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Use:
-    """A parameter as one region uses it. `local` is its path below the region."""
-
-    region: str
-    local: str
-    parameter: str
-    spec: TensorSpec
-
-
 @dataclass
 class Trace:
     regions: dict[str, nn.Module]
@@ -82,100 +57,16 @@ class Trace:
         return signature(self.regions[path])
 
 
-class _Tracer:
+class _Tracer(Signatures):
+    """Runs a model once and notes what its regions do."""
+
     def __init__(self, model: nn.Module) -> None:
-        self.faults: list[str] = []
-        self.regions = {path: m for path, m in model.named_modules() if is_region(m)}
-        if "" not in self.regions:
-            raise ModelError("the model itself must be a region: give its class a `region` with inputs and outputs")
-        self.parents: dict[str, str | None] = {"": None}
-        for path in self.regions:
-            parts = path.split(".")
-            above = (".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1))
-            self.parents.setdefault(path, next((p for p in above if p in self.regions), ""))
-        self.units = {path: self._unit(path) for path in self.regions}
-        self.sizes: dict[str, dict[str, int]] = {path: {} for path in self.regions}
+        super().__init__(model)
         self.calls: list[Call] = []
         self.stack: list[Call] = []
-        names = {id(p): name for name, p in model.named_parameters()}
-        self.parameters = {n: value_of(p) for n, p in model.named_parameters()}
-        self.faults += [f"{n}: frozen parameters are not supported" for n, v in self.parameters.items() if not v.grad]
-        self.storage = {p.untyped_storage()._cdata: n for n, p in model.named_parameters()}
         self.seen: dict[Any, Any] = {}
+        self.storage = {p.untyped_storage()._cdata: n for n, p in model.named_parameters()}
         self.saved: dict[str, set[str]] = {unit: set() for unit in set(self.units.values())}
-        self.uses: list[Use] = []
-        self._claim(model, names)
-
-    def _unit(self, path: str) -> str:
-        while path and self.parents[path] != "":
-            path = self.parents[path] or ""
-        return path
-
-    def _claim(self, model: nn.Module, names: dict[int, str]) -> None:
-        claimed = set()
-        for path, module in self.regions.items():
-            prefix = f"{path}." if path else ""
-            below = dict(module.named_parameters(remove_duplicate=False))
-            for local, spec in signature(module).params.items():
-                if local not in below:
-                    self.faults.append(
-                        f"{prefix}{local}: the region names a parameter that does not exist" + nearest(local, below)
-                    )
-                    continue
-                claimed.add(prefix + local)
-                parameter = below[local]
-                self.learn(path, spec, tuple(parameter.shape), prefix + local)
-                self.uses.append(Use(path, local, names[id(parameter)], spec))
-        for name, _ in model.named_parameters(remove_duplicate=False):
-            if name not in claimed:
-                owner = next(p for p in _above(name) if p in self.regions)
-                local = name[len(owner) + 1 :] if owner else name
-                self.faults.append(
-                    f"{name}: no region names its dims; add {local!r} to params of the region of "
-                    f"{type(self.regions[owner]).__name__} ({owner or 'the model'})"
-                )
-
-    def check_arguments(self, sizes: Mapping[str, int]) -> None:
-        """What can be said of signatures before any code runs."""
-        for path, module in self.regions.items():
-            region, where = signature(module), path or "the model"
-            known = inspect.signature(module.forward).parameters
-            for name in region.inputs:
-                if name not in known:
-                    self.faults.append(
-                        f"{where}: forward has no parameter {name!r}{nearest(name, known)}; it has {', '.join(known)}"
-                    )
-            names = set(region.own_names())
-            for child in (p for p, parent in self.parents.items() if parent == path):
-                inner = signature(self.regions[child])
-                for crossing in (*inner.inputs.values(), *inner.outputs):
-                    names.update((*crossing.outer.names, *crossing.outer.sums))
-            for name in sorted({name for cut in region.cuts for name in cut} - names):
-                self.faults.append(f"{where}: cuts: no tensor of the region is called {name!r}{nearest(name, names)}")
-        for name, crossing in signature(self.regions[""]).inputs.items():
-            if crossing.inner.kind == "float":
-                self.faults.append(f"the model: input {name} must be integers: write 'int {crossing.inner}'")
-            elif missing := [n for n in crossing.inner.names if crossing.inner.kind == "int" and n not in sizes]:
-                self.faults.append(
-                    f"the model: input {name}: the size of {', '.join(missing)} is not known; inputs of "
-                    f"the model are made of {', '.join(sizes)}"
-                )
-
-    def learn(self, path: str, spec: TensorSpec, shape: Shape, what: str) -> None:
-        """Takes the sizes of names from a tensor, or notes how it contradicts its signature."""
-        if len(spec.dims) != len(shape):
-            self.faults.append(f"{what}: signature '{spec}' has {len(spec.dims)} dims, the tensor {list(shape)}")
-            return
-        for names, size in zip(spec.dims, shape, strict=True):
-            try:
-                found = factors(self.regions[path], names, size) if names != ("_",) else {}
-            except ValueError as error:
-                self.faults.append(f"{what}: {error}")
-                continue
-            for name, value in found.items():
-                known = self.sizes[path].setdefault(name, value)
-                if known != value:
-                    self.faults.append(f"{what}: {name} has size {value} here and {known} elsewhere in the region")
 
     def run(self, model: nn.Module, arguments: Mapping[str, Tensor]) -> None:
         handles = []
@@ -253,7 +144,7 @@ class _Tracer:
 
     def _enter(self, path: str, module: nn.Module) -> Callable[..., Any]:
         region, binder = signature(module), bind(module.forward)
-        own = self._own(module)
+        own = self.own(module)
 
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
             call = Call(path, self.parents[path])
@@ -276,14 +167,6 @@ class _Tracer:
 
         return hook
 
-    def _own(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """The parameters that a region names: holder, attribute, parameter."""
-        found = []
-        for local in signature(module).params:
-            path, _, attribute = local.rpartition(".")
-            found.append((module.get_submodule(path), attribute, module.get_parameter(local)))
-        return found
-
     def _tensor(self, call: Call, name: str, value: Tensor, inner: TensorSpec, outer: TensorSpec) -> None:
         what = f"{call.path or 'the model'}: {name}"
         if value.is_floating_point() != (inner.kind == "float"):
@@ -293,7 +176,7 @@ class _Tracer:
             self.learn(call.parent, outer, tuple(value.shape), what)
 
     def _leave(self, path: str) -> Callable[..., Any]:
-        region, own = signature(self.regions[path]), self._own(self.regions[path])
+        region, own = signature(self.regions[path]), self.own(self.regions[path])
 
         def hook(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             call = self.stack.pop()
@@ -342,15 +225,6 @@ class _Recorder:
 
     def max(self, x: Tensor, dims: str) -> Tensor:
         return self._note("max", x, dims)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _above(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(len(parts) - 1, -1, -1)]
 
 
 def trace(model: nn.Module, sizes: Mapping[str, int]) -> Trace:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import dtensor_lm as dl
-from dtensor_lm import edges, partition
+from dtensor_lm import edges
+from dtensor_lm.partition import _GatherGroup, _UnitCall
 from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.testing.equivalence import Report, compare
 from dtensor_lm.testing.workers import pool
@@ -115,17 +116,17 @@ def planted(fault: str) -> Iterator[None]:
 
             patch.setattr(Layout, "copies", property(lambda self: 1))
         elif fault == "a scaled gradient":
-            scatter = partition._GatherGroup.scatter
-            patch.setattr(partition._GatherGroup, "scatter", lambda self, grads: [2 * g for g in scatter(self, grads)])
+            scatter = _GatherGroup.scatter
+            patch.setattr(_GatherGroup, "scatter", lambda self, grads: [2 * g for g in scatter(self, grads)])
         elif fault == "a dropped layer":
             from dtensor_lm.models.llama import Block
 
-            forward_ = partition._UnitCall.__call__
+            forward_ = _UnitCall.__call__
 
             def call(self: Any, *args: Any, **kwargs: Any) -> Any:
                 return args[0] if isinstance(self.call.run.__self__, Block) else forward_(self, *args, **kwargs)
 
-            patch.setattr(partition._UnitCall, "__call__", call)
+            patch.setattr(_UnitCall, "__call__", call)
         else:
             raise ValueError(fault)
         yield

@@ -18,7 +18,8 @@ from dtensor_lm.sharding_plans.checks import Checks
 from dtensor_lm.sharding_plans.plan import Plan
 from dtensor_lm.sharding_plans.predict import step_collectives, unit_collectives
 from dtensor_lm.sharding_plans.program import Edge, Gather, Parameter, Program, RegionPlan, hops
-from dtensor_lm.trace import Call, Trace, Value, trace
+from dtensor_lm.signatures import Value
+from dtensor_lm.trace import Call, Trace, trace
 
 
 def resolve(
