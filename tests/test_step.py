@@ -13,6 +13,7 @@ import dtensor_lm as dl
 from dtensor_lm.sharding_plans import Plan
 from dtensor_lm.state import DonatedStateError, local
 from dtensor_lm.testing.equivalence import Report, compare, parts, random_batch
+from dtensor_lm.testing.local import assert_equivalent
 from dtensor_lm.testing.workers import pool
 from dtensor_lm.training.step import TrainStep
 
@@ -36,6 +37,28 @@ def test_a_loss_in_state_r_starts_backward_once(compute: dict[str, Any]) -> None
         assert report.ok, report
     for report in pool(4).run(small, "dp=2,tp=2", Plan(compute, {"embed": "dp"})):
         assert report.ok, report
+
+
+class Means(Small):
+    """Returns a mean where the signature says a sum."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(tokens, labels) / tokens.numel()
+
+
+def build_small() -> nn.Module:
+    return dl.abstract(Small)
+
+
+def build_means() -> nn.Module:
+    return dl.abstract(Means)
+
+
+def test_assert_equivalent() -> None:
+    plan, sizes = Plan(TP, {"embed": "dp"}), {"batch": 4, "seq": 6}
+    assert assert_equivalent(build_small, plan, dl.Mesh(tp=2), **sizes).ok
+    with pytest.raises(AssertionError, match=r"build_means on mesh dp=2 differs from one device"):
+        assert_equivalent(build_means, plan, dl.Mesh(dp=2), **sizes)
 
 
 def steps(**more: Any) -> tuple[TrainStep, dl.TrainState, list[dict[str, Tensor]]]:

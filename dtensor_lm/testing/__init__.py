@@ -5,13 +5,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_WHERE = {"check_regions": "regions", "pool": "workers", "Report": "regions", "Violation": "regions"}
+_WHERE = {
+    "assert_equivalent": "local",
+    "check_regions": "regions",
+    "pool": "workers",
+    "Report": "regions",
+    "Violation": "regions",
+}
 
 if TYPE_CHECKING:
+    from dtensor_lm.testing.local import assert_equivalent
     from dtensor_lm.testing.regions import Report, Violation, check_regions
     from dtensor_lm.testing.workers import pool
 
-__all__ = ["Report", "Violation", "check_regions", "pool"]
+__all__ = ["Report", "Violation", "assert_equivalent", "check_regions", "pool"]
 
 
 def __getattr__(name: str) -> Any:
