@@ -214,6 +214,21 @@ def _range_faults(config: ProgramConfig) -> list[tuple[str, str]]:
         near = " or ".join(map(str, lower[-1:] + upper[:1]))
         text = f"micro_batches is {parts}: must divide batch {batch}; nearest: {near}"
         faults.append(("micro_batches", text))
+    return faults + (_idle_options(config) if isinstance(config, TrainConfig) else [])
+
+
+def _idle_options(config: TrainConfig) -> list[tuple[str, str]]:
+    """Options that were given and would do nothing."""
+    faults = []
+    optimizer, schedule, plain = config.optimizer, config.schedule, OptimizerConfig()
+    if optimizer.name == "adamw" and optimizer.momentum:
+        faults.append(("optimizer.momentum", "optimizer.momentum is of sgd; adamw has optimizer.beta1"))
+    for name in ("beta1", "beta2", "eps"):
+        if optimizer.name == "sgd" and getattr(optimizer, name) != getattr(plain, name):
+            faults.append((f"optimizer.{name}", f"optimizer.{name} is of adamw; sgd does not use it"))
+    if schedule.decay_steps and schedule.kind != "wsd":
+        text = f"schedule.decay_steps is of the schedule wsd; {schedule.kind} does not use it"
+        faults.append(("schedule.decay_steps", text))
     return faults
 
 

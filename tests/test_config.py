@@ -298,3 +298,15 @@ def test_importing_it_loads_neither_torch_nor_tyro() -> None:
     program = "import sys, dtensor_lm.config; print(*[m for m in ('torch', 'tyro', 'yaml') if m in sys.modules])"
     done: Any = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
+
+
+def test_options_that_would_do_nothing_are_refused() -> None:
+    argv = ["--optimizer.momentum", "0.9", "--schedule.decay-steps", "5"]
+    with pytest.raises(ConfigError) as error:
+        parse(TrainConfig, argv, "dtensor-lm train", "")
+    assert error.value.faults == (
+        "optimizer.momentum is of sgd; adamw has optimizer.beta1",
+        "schedule.decay_steps is of the schedule wsd; cosine does not use it",
+    )
+    with pytest.raises(ConfigError, match=r"optimizer\.beta1 is of adamw"):
+        parse(TrainConfig, ["--optimizer.name", "sgd", "--optimizer.beta1", "0.5"], "dtensor-lm train", "")
