@@ -462,9 +462,20 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize(("build", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_replayed_is_refused_by_name(build: Callable[[], nn.Module], reason: str) -> None:
+# Before torch 2.13 these initialisers run as plain operators on the meta device: three are refused under the name of
+# one of those, and a truncation without room is replayed as it was written.
+OLDER = {"orthogonal_": "copy_", "sparse_": "index_put_", "dirac_": "copy_", "no room": ""}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_replayed_is_refused_by_name(case: str) -> None:
+    build, reason = REFUSED[case]
     model = abstract(build)
+    if case in OLDER and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        if not OLDER[case]:
+            assert recipes(model)
+            return
+        reason = reason.replace(f"nn.init.{case}", OLDER[case])
     with pytest.raises(ModelError) as error:
         recipes(model)
     title = f"{type(model).__name__} has initial values that cannot be reproduced"
