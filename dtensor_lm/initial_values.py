@@ -10,7 +10,6 @@ all meshes start from bitwise equal values.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dtensor_lm.counters import BITS, STEP, keys, numbers, signed
 from dtensor_lm.errors import ModelError
 from dtensor_lm.recipes import FUNCTIONS, Op, Recipe, masses, numbers_of
 from dtensor_lm.recording import FIX, abstract, recipes
@@ -60,9 +60,9 @@ def draw(
         value = torch.full((), *numbers_of(source), dtype=torch.float64, device="cpu")
         return result.fill_(_mapped(value, maps).to(dtype).item())
     draws_before = sum(recipe.ops[place].name != "fill" for place in sources[:-1])
-    keys = _keys(seed, name, draws_before)
+    stream = keys(f"{seed}/{draws_before}/{name}")
     for part, spans in _slabs(result, shape, box):
-        part.copy_(_mapped(_sample(source, _uniform(spans, keys, device)), maps))
+        part.copy_(_mapped(_sample(source, _uniform(spans, stream, device)), maps))
     return result
 
 
@@ -118,46 +118,12 @@ def _slabs(result: Tensor, shape: Sequence[int], box: Box) -> Iterator[tuple[Ten
             yield view[outer][first : first + rows], spans
 
 
-# SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014): the increment
-# and the two rounds (shift, multiplier) of its finaliser.
-_STEP, _ROUNDS, _LAST = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)), 31
-
-
-def _keys(seed: int, name: str, draw_number: int) -> tuple[int, int]:
-    """Two 64-bit keys of one stream. Streams of other seeds, names and draw numbers are independent."""
-    digest = hashlib.blake2b(f"{seed}/{draw_number}/{name}".encode(), digest_size=16).digest()
-    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-
-
-def _uniform(spans: Sequence[Span], keys: tuple[int, int], device: torch.device) -> Tensor:
-    """float64 in (0, 1), one dim per span: SplitMix64 of the linear index, hashed twice with a key for each.
-
-    One round alone would make two streams windows of the same sequence; the second key tells them apart.
-    """
-    z = torch.full((), _signed(keys[0]), dtype=torch.int64, device=device)
-    for first, stride, count in spans:
-        # The multiplication of the index by SplitMix64's increment is done per dim: int64 wraps at 2^64.
-        line = torch.arange(count, device=device).mul_(_signed(stride * _STEP)).add_(_signed(first * _STEP))
-        z = z.unsqueeze(-1) + line
-    scratch = torch.empty_like(z)
-    _scramble(z, scratch)
-    z.bitwise_xor_(_signed(keys[1]))
-    _scramble(z, scratch)
-    # 52 bits and a half: exact in float64 and never 0 or 1, whose normal would be infinite.
-    z.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
-    return z.double().add_(0.5).mul_(2.0**-52)
-
-
-def _scramble(z: Tensor, scratch: Tensor) -> None:
-    """SplitMix64's finaliser in place; the mask undoes the sign that int64 shifts in."""
-    for shift, multiplier in (*_ROUNDS, (_LAST, 1)):
-        torch.bitwise_right_shift(z, shift, out=scratch)
-        z.bitwise_xor_(scratch.bitwise_and_((1 << (64 - shift)) - 1))
-        if multiplier != 1:
-            z.mul_(_signed(multiplier))
-
-
-def _signed(word: int) -> int:
-    """The int64 with the low 64 bits of `word`."""
-    word &= (1 << 64) - 1
-    return word - (1 << 64) if word >> 63 else word
+def _uniform(spans: Sequence[Span], stream: tuple[int, int], device: torch.device) -> Tensor:
+    """float64 in (0, 1), one dim per span; never 0 or 1, whose normal would be infinite."""
+    # The multiplication of the index by the increment is done per dim.
+    lines = (
+        torch.arange(count, device=device).mul_(signed(stride * STEP)).add_(signed(first * STEP))
+        for first, stride, count in spans
+    )
+    z = numbers(torch.full((), signed(stream[0]), dtype=torch.int64, device=device), signed(stream[1]), lines)
+    return z.double().add_(0.5).mul_(2.0**-BITS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from dtensor_lm.collectives import BoundEdge, GroupParts
 from dtensor_lm.errors import ModelError
 from dtensor_lm.layout import block
 from dtensor_lm.mesh import Mesh
+from dtensor_lm.ops.dropout import Moment, Site
 from dtensor_lm.region import bind, signature
 from dtensor_lm.rounds import BoundRound
 from dtensor_lm.sharding_plans.predict import gather_rounds, scatter_rounds
@@ -35,9 +37,10 @@ def partition(program: Program, model: nn.Module, device: torch.device | str = "
 class Partitioned(nn.Module):
     """One rank's part of a model. Parameters are not stored in it: every call is given them.
 
-    `forward(leaves, values, **inputs)`: leaves are tensors in the gradients' layout whose `.grad` backward fills;
-    values are parameters in the storage layout; inputs are this rank's part of the model's integer inputs. Returns
-    what the model returns, in the Program's output layout (a loss is this rank's addend).
+    `forward(leaves, values, moment, **inputs)`: leaves are tensors in the gradients' layout whose `.grad` backward
+    fills; values are parameters in the storage layout; moment is what random numbers depend on; inputs are this rank's
+    part of the model's integer inputs. Returns what the model returns, in the Program's output layout (a loss is this
+    rank's addend). What backward computes again, it computes with what its own forward was given.
     """
 
     def __init__(self, program: Program, model: nn.Module, device: torch.device) -> None:
@@ -51,7 +54,7 @@ class Partitioned(nn.Module):
             module._buffers = {name: b if b is None else b.to(device) for name, b in module._buffers.items()}
         self.device = device
         self.homes: dict[str, Tensor] = {}  # canonical name -> what regions of the running unit use
-        self.inputs: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] = ({}, {})
+        self.given: Given | None = None
         rank = dist.get_rank()
         place = program.mesh.coordinate(rank)
         self.shapes = {name: layout.local_shape(place) for name, layout in program.inputs.items()}
@@ -76,7 +79,9 @@ class Partitioned(nn.Module):
                 del module._parameters[name]
                 module.__dict__[name] = None
 
-    def forward(self, leaves: Mapping[str, Tensor], values: Mapping[str, Tensor], **inputs: Tensor) -> Any:
+    def forward(
+        self, leaves: Mapping[str, Tensor], values: Mapping[str, Tensor], moment: Moment | None = None, **inputs: Tensor
+    ) -> Any:
         if inputs.keys() != self.shapes.keys():
             raise ValueError(f"the model's inputs are {', '.join(self.shapes)}, not {', '.join(inputs) or 'nothing'}")
         for name, x in inputs.items():
@@ -88,12 +93,27 @@ class Partitioned(nn.Module):
                     f"{name} has shape {list(x.shape)}; this Program gives this rank {list(self.shapes[name])} of "
                     f"{self.program.inputs[name]}"
                 )
-        self.inputs = (leaves, values)
+        given = self.given = Given(leaves, values, moment or Moment.of(0, 0, device=self.device))
         try:
-            return self.model(**inputs)
+            out = self.model(**inputs)
         finally:
-            self.inputs = ({}, {})
             self.homes.clear()
+        if isinstance(out, Tensor) and out.grad_fn is not None:
+            out.grad_fn.register_prehook(lambda _: setattr(self, "given", given))
+        return out
+
+    def release(self) -> None:
+        """Lets go of what the last forward was given."""
+        self.given = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one forward was given beside the model's inputs."""
+
+    leaves: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]
+    moment: Moment
 
 
 class _RegionCall:
@@ -119,6 +139,16 @@ class _RegionCall:
             for name, (_, size, axes) in plan.indices.items()
         }
         self.supplied.update({n: GroupParts(mesh, axes) for n, axes in plan.reducers.items() if axes})
+        self.sites = {
+            name: Site(
+                f"{plan.path}.{name}",
+                [owner.program.batch if dim.names == ("batch",) else dim.size for dim in layout.dims],
+                layout.box(place),
+                batch_dim=next((i for i, dim in enumerate(layout.dims) if dim.names == ("batch",)), None),
+                device=device,
+            )
+            for name, layout in plan.randoms.items()
+        }
         self.parameters = []
         for local, edge in plan.parameters.items():
             path, _, attribute = local.rpartition(".")
@@ -134,6 +164,10 @@ class _RegionCall:
         for name, value in self.supplied.items():
             if arguments[name] is None:
                 arguments[name] = value
+        for name, site in self.sites.items():
+            if arguments[name] is None:
+                assert self.owner.given is not None
+                arguments[name] = site.at(self.owner.given.moment)
         homes = self.owner.homes
         try:
             for holder, attribute, name, edge in self.parameters:
@@ -159,7 +193,9 @@ class _UnitCall:
         self.plain = [n for n in names if n not in gathered]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, values = self.owner.inputs
+        given = self.owner.given
+        assert given is not None
+        leaves, values = given.leaves, given.values
         homes = {name: leaves[name] for name in self.plain}
         hooks: Any = nullcontext()
         if self.groups:

@@ -9,6 +9,7 @@ Notation of one tensor:
     int batch seq              an integer tensor: no gradient, no say in which axes are live
     index vocab                supplied by the framework: the global indices of this part's slice of `vocab`
     reduce vocab               supplied by the framework: sums and maxima over the parts of `vocab`
+    random batch res embed     supplied by the framework: random numbers for a tensor of these dims (dropout)
 
 An input reads `outer -> inner`, an output `inner -> outer`: outer names belong to the enclosing region. One
 side alone stands for both.
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _WORD = re.compile(r"\(([a-z0-9_ ]+)\)|(\+?[a-z_][a-z0-9_]*)|(=)")
-KINDS = ("int", "index", "reduce")
+KINDS = ("int", "index", "reduce", "random")
+SUPPLIED = ("index", "reduce", "random")  # what the framework gives, not the caller
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class TensorSpec:
             raise ValueError("a name is both a dim and summed over")
         if kind in ("index", "reduce") and len(names) != 1:
             raise ValueError(f"'{kind}' takes one name")
+        if kind == "random" and (sums or whole or not names):
+            raise ValueError("'random' takes names of dims only")
         return cls(tuple(dims), tuple(sums), whole, kind)
 
     @property

@@ -25,13 +25,15 @@ class TrainState:
     """Everything that a training step changes.
 
     parameters: name -> DTensor in the layout of `storage`. optimizer: slot (master, exp_avg, exp_avg_sq, ...) -> name
-    -> DTensor in the layout of `optimizer`. step: steps taken. A step updates the tensors in place and returns a new
-    state; the old one is donated and raises `DonatedStateError` when it is used again.
+    -> DTensor in the layout of `optimizer`. step: steps taken. seed: of the random numbers of dropout. A step updates
+    the tensors in place and returns a new state; the old one is donated and raises `DonatedStateError` when it is used
+    again.
     """
 
     _parameters: dict[str, DTensor]
     _optimizer: dict[str, dict[str, DTensor]]
     _step: int = 0
+    _seed: int = 0
     _donated: bool = field(default=False, repr=False)
 
     def _check(self) -> None:
@@ -53,10 +55,15 @@ class TrainState:
         self._check()
         return self._step
 
+    @property
+    def seed(self) -> int:
+        self._check()
+        return self._seed
+
     def donate(self) -> TrainState:
         """The state after this one, on the same tensors; this one can no longer be used."""
         self._check()
-        after = TrainState(self._parameters, self._optimizer, self._step + 1)
+        after = TrainState(self._parameters, self._optimizer, self._step + 1, self._seed)
         self._donated = True
         return after
 

@@ -6,6 +6,7 @@ region was called, and a parameter is gathered again in backward because its val
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtensor_lm.errors import ModelError
+from dtensor_lm.errors import ModelError, nearest
 from dtensor_lm.likeness import likeness, plain
+from dtensor_lm.ops.dropout import Moment, Random, Site
 from dtensor_lm.region import Region, TensorSpec, bind, signature
 from dtensor_lm.signatures import Shape, Signatures, Use, Value, dtype_name, value_of
 
@@ -65,6 +67,7 @@ class _Tracer(Signatures):
         self.calls: list[Call] = []
         self.stack: list[Call] = []
         self.seen: dict[Any, Any] = {}
+        self.moment = Moment.of(0, 0, device="meta")
         self.storage = {p.untyped_storage()._cdata: n for n, p in model.named_parameters()}
         self.saved: dict[str, set[str]] = {unit: set() for unit in set(self.units.values())}
 
@@ -150,6 +153,7 @@ class _Tracer(Signatures):
             call = Call(path, self.parents[path])
             self.calls.append(call)
             arguments = binder(*args, **kwargs)
+            drawn: list[tuple[str, TensorSpec]] = []
             for name, value in list(arguments.arguments.items()):
                 crossing = region.inputs.get(name)
                 if crossing is None:
@@ -157,15 +161,29 @@ class _Tracer(Signatures):
                         self.faults.append(f"{path or 'the model'}: input {name} is a tensor without a signature")
                 elif crossing.inner.kind == "reduce":
                     arguments.arguments[name] = _Recorder(call, crossing.inner.names[0])
+                elif crossing.inner.kind == "random":
+                    drawn.append((name, crossing.inner))
                 elif isinstance(value, Tensor):
                     self._tensor(call, name, value, crossing.inner, crossing.outer)
                     call.inputs[name] = value_of(value)
+            for name, spec in drawn:
+                arguments.arguments[name] = self._random(path, name, spec)
             self.stack.append(call)
             for holder, attribute, parameter in own:
                 holder._parameters[attribute] = parameter
             return arguments.args, arguments.kwargs
 
         return hook
+
+    def _random(self, path: str, name: str, spec: TensorSpec) -> Random | None:
+        known = self.sizes[path]
+        if missing := [n for n in spec.names if n not in known]:
+            self.faults.append(
+                f"{path or 'the model'}: {name}: no tensor has the name {missing[0]!r}{nearest(missing[0], known)}"
+            )
+            return None
+        shape = [math.prod(known[n] for n in names) for names in spec.dims]
+        return Site("", shape, [(0, n) for n in shape], device="meta").at(self.moment)
 
     def _tensor(self, call: Call, name: str, value: Tensor, inner: TensorSpec, outer: TensorSpec) -> None:
         what = f"{call.path or 'the model'}: {name}"
@@ -204,10 +222,22 @@ class _NoRandomness(TorchDispatchMode):
         self.tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.__name__:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
             where = (self.tracer.stack[-1].path if self.tracer.stack else "") or "the model"
-            self.tracer.faults.append(f"{where}: {func} is random, and would differ between ranks: not supported yet")
+            self.tracer.faults.append(
+                f"{where}: {func} is random, and would differ between ranks: use dtensor_lm.ops.Dropout, or "
+                "dtensor_lm.ops.dropout with an input 'random ...' of the region"
+            )
         return func(*args, **(kwargs or {}))
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the operator draws: fused attention does so only with dropout_p."""
+    names = [a.name for a in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    given = dict(zip(names, args, strict=False)) | {**kwargs}
+    return bool(given.get("dropout_p", 0.0))
 
 
 class _Recorder:

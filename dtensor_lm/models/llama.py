@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from dtensor_lm.ops import Parts, causal_attention, cross_entropy, embedding, indices
+from dtensor_lm.models.vocabulary import Embedding, VocabularyLoss
+from dtensor_lm.ops import causal_attention, indices
 from dtensor_lm.region import Region
 
 
@@ -162,54 +163,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
-
-
-class Embedding(nn.Module):
-    region = Region(
-        inputs={"ids": "int batch seq", "index": "index vocab"},
-        outputs="batch seq embed +vocab -> batch res embed",
-        params={"weight": "vocab embed"},
-        cuts="batch seq vocab",
-    )
-
-    def __init__(self, c: LlamaConfig) -> None:
-        super().__init__()
-        self.vocab = c.vocab
-        self.weight = nn.Parameter(torch.empty(c.vocab, c.embed))
-
-    def forward(self, ids: Tensor, index: Tensor | None = None) -> Tensor:
-        return embedding(ids, self.weight, self.vocab, index)
-
-
-class VocabularyLoss(nn.Module):
-    """Logits and their loss in one region, so that logits are never whole."""
-
-    region = Region(
-        inputs={
-            "x": "batch res embed -> batch seq embed",
-            "labels": "int batch seq",
-            "index": "index vocab",
-            "parts": "reduce vocab",
-        },
-        outputs="+batch +seq =",
-        params={"weight": "vocab embed"},
-        cuts="batch seq vocab",
-    )
-
-    def __init__(self, c: LlamaConfig) -> None:
-        super().__init__()
-        self.config = c
-        self.weight = nn.Parameter(torch.empty(c.vocab, c.embed))
-
-    def forward(
-        self, x: Tensor, labels: Tensor | None, index: Tensor | None = None, parts: Parts | None = None
-    ) -> Tensor:
-        logits = F.linear(x, self.weight)
-        if labels is None:
-            return logits
-        c = self.config
-        smoothing, z = (c.label_smoothing, c.z_loss) if self.training else (0.0, 0.0)
-        return cross_entropy(logits, labels, c.vocab, index, parts, smoothing, z)
 
 
 class Head(nn.Module):

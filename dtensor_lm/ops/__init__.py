@@ -2,7 +2,8 @@
 
 from dtensor_lm.ops.attention import causal_attention
 from dtensor_lm.ops.cross_entropy import cross_entropy
+from dtensor_lm.ops.dropout import Dropout, Random, dropout
 from dtensor_lm.ops.embedding import embedding
 from dtensor_lm.ops.parts import Parts, indices
 
-__all__ = ["Parts", "causal_attention", "cross_entropy", "embedding", "indices"]
+__all__ = ["Dropout", "Parts", "Random", "causal_attention", "cross_entropy", "dropout", "embedding", "indices"]

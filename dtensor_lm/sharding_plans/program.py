@@ -97,6 +97,7 @@ class RegionPlan:
     parameters: dict[str, Edge]
     indices: dict[str, tuple[str, int, tuple[str, ...]]]  # argument -> (name, global size, axes)
     reducers: dict[str, tuple[str, ...]]  # argument -> axes
+    randoms: dict[str, Layout]  # argument -> the layout of its numbers in a micro-batch
     live: frozenset[str]
 
 

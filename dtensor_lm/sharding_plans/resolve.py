@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from dtensor_lm.edges import Collective, UnsupportedEdge, collectives, edge_step
 from dtensor_lm.errors import ModelError, nearest
 from dtensor_lm.layout import ITEMSIZE, Dim, Layout
 from dtensor_lm.mesh import Mesh
-from dtensor_lm.region import TensorSpec, signature
+from dtensor_lm.region import SUPPLIED, TensorSpec, signature
 from dtensor_lm.sharding_plans.checks import Checks
 from dtensor_lm.sharding_plans.plan import Plan
 from dtensor_lm.sharding_plans.predict import step_collectives, unit_collectives
@@ -118,7 +119,7 @@ class _Resolver:
                 continue
             region = signature(module)
             for crossing in (*region.inputs.values(), *region.outputs):
-                if crossing.outer.kind in ("index", "reduce"):
+                if crossing.outer.kind in SUPPLIED:
                     continue
                 names = (*crossing.outer.names, *crossing.outer.sums)
                 every[parent].update(names)
@@ -260,15 +261,22 @@ class _Resolver:
                 if edge_ is not None:
                     uses[use.local] = edge_
         sizes = self.trace.sizes[path]
-        indices, reducers = {}, {}
+        indices, reducers, randoms = {}, {}, {}
         for name, crossing in region.inputs.items():
             (dim,) = crossing.inner.names if crossing.inner.kind in ("index", "reduce") else ("",)
             if crossing.inner.kind == "index":
                 indices[name] = (dim, sizes[dim], self.axes("compute", dim))
             elif crossing.inner.kind == "reduce":
                 reducers[name] = self._unordered(dim)
+            elif crossing.inner.kind == "random":
+                dims = crossing.inner.dims
+                shape = tuple(math.prod(sizes[n] for n in names) for names in dims)
+                randoms[name] = self._layout(path, crossing.inner, Value(shape, "int64", False))
+                if count > self.micro:
+                    self.checks.add(path, f"draws random numbers ({name}) and is called {count // self.micro} times in "
+                                    "a step, each time the same: give every call a module of its own")  # fmt: skip
         return RegionPlan(
-            path, self.trace.units[path], inputs, tuple(outputs), uses, indices, reducers, self.live[path]
+            path, self.trace.units[path], inputs, tuple(outputs), uses, indices, reducers, randoms, self.live[path]
         )
 
     def _reductions(self) -> list[Collective]:

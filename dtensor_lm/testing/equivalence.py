@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtensor_lm.initial_values import draw, recipes
-from dtensor_lm.models.single import single_device
+from dtensor_lm.models.single import drawing, single_device
 from dtensor_lm.ops.cross_entropy import IGNORE
+from dtensor_lm.ops.dropout import Moment
 from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.state import TrainState, local, take, whole, wrap
 from dtensor_lm.testing.counting import CountCollectives, differences, predicted
@@ -86,27 +87,30 @@ def parts(program: Program, inputs: Mapping[str, Tensor], device: torch.device) 
 class Reference:
     """The model on one device, in plain PyTorch."""
 
-    def __init__(self, program: Program, values: Whole) -> None:
-        self.model = single_device(program.model, values)
+    def __init__(self, program: Program, values: Whole, seed: int = 0) -> None:
+        self.model, self.seed = single_device(program.model, values), seed
         self.decay = {name: p.decay for name, p in program.parameters.items()}
         self.model.train()
 
+    def loss(self, batch: Mapping[str, Tensor], step: int) -> Tensor:
+        """Mean loss per unmasked token."""
+        with drawing(self.model, Moment.of(self.seed, step)):
+            return self.model(**batch) / max(int((batch["labels"] != IGNORE).sum()), 1)
+
     def gradients(self, batch: Mapping[str, Tensor]) -> tuple[float, Whole, float]:
-        """Mean loss per unmasked token, its gradients, their norm."""
-        count = max(int((batch["labels"] != IGNORE).sum()), 1)
-        loss = self.model(**batch) / count
+        """The loss at step 0, its gradients, their norm."""
+        loss = self.loss(batch, 0)
         names = dict(self.model.named_parameters())
         grads = torch.autograd.grad(loss, list(names.values()), allow_unused=True, materialize_grads=True)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
         return float(loss.detach()), dict(zip(names, grads, strict=True)), norm
 
     def train(self, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]], clip_norm: float) -> Whole:
-        for batch in batches:
+        for step, batch in enumerate(batches):
             optimizer.zero_grad()
             for p in self.model.parameters():
                 p.grad = torch.zeros_like(p)  # torch's optimizers pass over unused parameters; ours decay them
-            count = max(int((batch["labels"] != IGNORE).sum()), 1)
-            (self.model(**batch) / count).backward()
+            self.loss(batch, step).backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
             optimizer.step()
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
@@ -187,14 +191,14 @@ def compare(
         values = {n: v + 0.05 * torch.randn(v.shape, generator=g, dtype=torch.float64).to(dtype)
                   for n, v in initial.items()}  # fmt: skip
     batches = batches or [random_batch(program, seed + i) for i in range(max(steps, 1))]
-    reference = Reference(program, values) if dist.get_rank() == 0 else None
+    reference = Reference(program, values, seed) if dist.get_rank() == 0 else None
 
-    state = step.load(values)
+    state = step.load(values, seed=seed)
     count = CountCollectives(program.mesh)
     with count:
         grads, loss, _, norm = step.gradients(state, parts(program, batches[0], step.device))
         # The rest of the step, on copies that are thrown away: only its collectives are of interest here.
-        step._apply(step.load(values), {n: g.clone() for n, g in grads.items()}, 1.0, 0.0)
+        step._apply(step.load(values, seed=seed), {n: g.clone() for n, g in grads.items()}, 1.0, 0.0)
     report.mismatches = differences(predicted(program.collectives), count.counts)
     report.collectives = sum(count.counts.values())
     report.bytes = sum(size * n for (_, _, _, size), n in count.counts.items())
@@ -218,10 +222,10 @@ def compare(
         report.max_param_error, report.worst_parameter = worst(after, trained)
     adamw = AdamW(lr=1e-3, weight_decay=0.1)
     second = train_step(program, adamw, clip_norm=clip, device=device)
-    state = _train(second, second.load(values), batches[:steps], clip, adamw)
+    state = _train(second, second.load(values, seed=seed), batches[:steps], clip, adamw)
     after = gathered(state.parameters)
     if reference:
-        reference = Reference(program, values)
+        reference = Reference(program, values, seed)
         trained = reference.train(reference.adamw(adamw), batches[:steps], clip)
         report.max_param_error_adamw, _ = worst(after, trained)
     report.collectives_match = not any("predicted" in line for line in report.mismatches)

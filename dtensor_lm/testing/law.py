@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dtensor_lm.errors import ModelError
+from dtensor_lm.ops.dropout import Random, Site
 from dtensor_lm.ops.parts import Whole
-from dtensor_lm.region import TensorSpec, bind, factors, signature
+from dtensor_lm.region import SUPPLIED, TensorSpec, bind, factors, signature
 from dtensor_lm.testing.exchange import Exchange, in_threads
-from dtensor_lm.testing.recording import Call, outputs_of
+from dtensor_lm.testing.recording import MOMENT, Call, outputs_of
 
 TOLERANCE = 1e-9
 
@@ -61,7 +62,7 @@ class Piece:
         for name, crossing in self.region.inputs.items():
             value = call.arguments.arguments.get(name)
             self._add(self.enter, name, crossing.inner, value)
-            if value is None and crossing.inner.kind in ("index", "reduce"):
+            if crossing.inner.kind in SUPPLIED and not isinstance(value, Tensor):
                 self.given[name] = crossing.inner
         for name, spec in self.region.params.items():
             self.parameters[name] = label = f"parameter {name}" if name in self.region.inputs else name
@@ -81,7 +82,12 @@ class Piece:
                 self._add(self.enter, f"{label} output {i}", crossing.outer, one.outputs[i])
         self.sizes = self._sizes()
         leaves = _leaves(self.enter)
-        self.whole = self.run(leaves, self.supplied(frozenset(), 1, Exchange(1))[0])
+        try:
+            self.whole = self.run(leaves, self.supplied(frozenset(), 1, Exchange(1))[0])
+        except Exception as error:  # whatever the region's code raises
+            raise ModelError(
+                f"{call.path or 'the model'} cannot run alone:", [f"{type(error).__name__}: {error}"]
+            ) from error
         self.cotangents = {label: self._randn(x) for label, x in self.whole.items() if x.is_floating_point()}
         self.grads = _backward(self.whole, leaves, self.cotangents)
 
@@ -106,7 +112,7 @@ class Piece:
                     continue
                 faults += [f"{label}: {n} has size {v} here and {sizes[n]} elsewhere in the region"
                            for n, v in found.items() if sizes.setdefault(n, v) != v]  # fmt: skip
-        faults += [f"{n}: no tensor has its name" for n, s in self.given.items() if s.names[0] not in sizes]
+        faults += [f"{n}: no tensor has its name" for n, s in self.given.items() if not sizes.keys() >= {*s.names}]
         if faults:
             title = f"{self.call.path or 'the model'} contradicts its signature:"
             raise ModelError(title, faults)
@@ -141,17 +147,27 @@ class Piece:
         return leave
 
     def supplied(self, cut: Cut, k: int, exchange: Exchange) -> list[dict[str, Any]]:
-        """Per part: the indices of its slice of a name, and its side of the exchange over a name."""
+        """Per part: the indices of its slice of a name, its side of the exchange over one, its random numbers."""
         parts: list[dict[str, Any]] = [{} for _ in range(k)]
         for name, spec in self.given.items():
-            (dim,) = spec.names
+            dim = spec.names[0]
             for i, part in enumerate(parts):
                 if spec.kind == "index":
                     every = torch.arange(self.sizes[dim])
                     part[name] = every.chunk(k)[i] if dim in cut else every
-                else:
+                elif spec.kind == "reduce":
                     part[name] = exchange.part(i) if dim in cut else Whole()
+                else:
+                    part[name] = self._random(name, spec, cut, k, i)
         return parts
+
+    def _random(self, name: str, spec: TensorSpec, cut: Cut, k: int, i: int) -> Random:
+        whole = [math.prod(self.sizes[n] for n in names) for names in spec.dims]
+        box = [
+            (i * size // k, (i + 1) * size // k) if cut.intersection(names) else (0, size)
+            for names, size in zip(spec.dims, whole, strict=True)
+        ]
+        return Site(f"{self.call.path}.{name}", whole, box).at(MOMENT)
 
     # The law
 

@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from dtensor_lm.errors import ModelError
 from dtensor_lm.likeness import likeness, plain
+from dtensor_lm.models.single import drawing
 from dtensor_lm.ops.cross_entropy import IGNORE
+from dtensor_lm.ops.dropout import Moment
 from dtensor_lm.region import Region, bind, factors, is_region, signature
 
 BATCH, SEQ = 6, 12  # both divide by 2 and 3
+MOMENT = Moment.of(0, 0)  # whose random numbers a region gets
 
 
 def real_copy(model: nn.Module, generator: torch.Generator) -> nn.Module:
@@ -112,7 +115,7 @@ def record(model: nn.Module, arguments: Mapping[str, Tensor]) -> list[Call]:
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, with_kwargs=True))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), drawing(model, MOMENT):
             model(**arguments)
     finally:
         for handle in handles:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from dtensor_lm.collectives import all_reduce, group_of
 from dtensor_lm.errors import ConfigError, ModelError
 from dtensor_lm.initial_values import draw, recipes
 from dtensor_lm.ops.cross_entropy import IGNORE
+from dtensor_lm.ops.dropout import Moment
 from dtensor_lm.partition import partition
 from dtensor_lm.rounds import BoundRound
 from dtensor_lm.sharding_plans.predict import STATISTICS, reduction_rounds, update_rounds
@@ -87,10 +88,10 @@ class TrainStep:
             layout = getattr(p, table)
             return draw(known[p.name], p.name, seed, layout.shape, layout.box(place), dtype, self.device)
 
-        return self._state(block)
+        return replace(self._state(block), _seed=seed)
 
-    def load(self, values: Mapping[str, Tensor], step: int = 0) -> TrainState:
-        """A state from whole tensors (on every rank) instead of initialisers.
+    def load(self, values: Mapping[str, Tensor], step: int = 0, seed: int = 0) -> TrainState:
+        """A state from whole tensors (on every rank) instead of initialisers. seed: of dropout.
 
         Raises `ModelError` with every name that is missing, unknown, or of another shape.
         """
@@ -110,9 +111,7 @@ class TrainStep:
         def block(p: Parameter, table: str, dtype: torch.dtype) -> Tensor:
             return take(values[p.name].to(self.device, dtype), getattr(p, table))
 
-        state = self._state(block)
-        state._step = step
-        return state
+        return replace(self._state(block), _step=step, _seed=seed)
 
     def _state(self, block: BlockMaker) -> TrainState:
         parameters: dict[str, DTensor] = {}
@@ -161,11 +160,14 @@ class TrainStep:
         self.module.train()
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         tokens = torch.zeros((), dtype=torch.float64, device=self.device)
-        for inputs in batch:
-            out = self.module(leaves, values, **inputs)
+        moment = Moment.of(state.seed, state.step, device=self.device)
+        rows = self.program.batch // self.program.micro_batches
+        for i, inputs in enumerate(batch):
+            out = self.module(leaves, values, replace(moment, row=i * rows), **inputs)
             out.backward(self.seed.to(out.dtype))
             loss += out.detach()
             tokens += (inputs["labels"] != IGNORE).sum()
+        self.module.release()
         grads = {}
         for name, leaf in leaves.items():
             grads[name] = torch.zeros_like(leaf, dtype=self.master_dtype) if leaf.grad is None else leaf.grad
@@ -244,6 +246,7 @@ class TrainStep:
             out = self.module(values, values, **inputs).double() / self.loss_copies
             totals += torch.stack([out, (inputs["labels"] != IGNORE).sum().double() / self.label_copies])
         self.module.train()
+        self.module.release()
         if self.world is not None:
             totals = all_reduce(totals, self.world)
         loss, count = totals.tolist()
