@@ -18,6 +18,8 @@ from dtensor_lm import options
 from dtensor_lm.errors import ConfigError
 
 TITLE = "these options cannot be used"  # of every ConfigError from here
+# Options that other trainers have, and what there is instead.
+NOT_BUILT = {"compile": "torch.compile is not built yet: leave it out, every step runs eagerly"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,8 +249,8 @@ def parse(kind: type[Config], argv: list[str], prog: str, description: str) -> C
         text = f"{description}\n\n--config FILE.yaml reads values from a file; options override them."
         options.run_tyro(kind(), ["--help"], prog, text)
     places = options.places_of(kind)
-    given, path, faults = options.read_arguments(argv, places)
-    values, file_faults = options.read_file(path, places) if path is not None else ({}, [])
+    given, path, faults = options.read_arguments(argv, places, NOT_BUILT)
+    values, file_faults = options.read_file(path, places, NOT_BUILT) if path is not None else ({}, [])
     faults = file_faults + faults
     # Ranges are checked where a value could be read, so that one answer shows everything.
     skip = {place for place, _ in faults}

@@ -113,8 +113,21 @@ def as_option(place: str, value: Any, hint: Any) -> str:
     return f"{_option(place)}={value}"
 
 
-def read_arguments(argv: Iterable[str], places: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, list[Fault]]:
-    """Values by place, the path of `--config`, (place, text) of every fault: tyro stops at the first."""
+def _unknown(
+    written: str, place: str, places: Iterable[str], absent: Mapping[str, str], kind: str, show: Callable[[str], str]
+) -> str:
+    if place.removeprefix("no_") in absent:
+        return f"{written}: {absent[place.removeprefix('no_')]}"
+    return f"{written}: unknown {kind}{_similar(place, places, show)}"
+
+
+def read_arguments(
+    argv: Iterable[str], places: Mapping[str, Any], absent: Mapping[str, str]
+) -> tuple[dict[str, Any], str | None, list[Fault]]:
+    """Values by place, the path of `--config`, (place, text) of every fault: tyro stops at the first.
+
+    absent: by place, why an option that one may look for is not there.
+    """
     values: dict[str, Any] = {}
     paths: list[str] = []
     faults: list[Fault] = []
@@ -135,7 +148,7 @@ def read_arguments(argv: Iterable[str], places: Mapping[str, Any]) -> tuple[dict
             # Its value, if that is what follows, is part of the same fault.
             if not equals and rest and not rest[0].startswith("--"):
                 rest.pop(0)
-            faults.append((place, f"{name}: unknown option{_similar(place, [*places, 'config'], _option)}"))
+            faults.append((place, _unknown(name, place, [*places, "config"], absent, "option", _option)))
         elif not equals and (not rest or rest[0].startswith("--")):
             expected = "a YAML file" if place == "config" else _expected(hint)
             faults.append((place, f"{name}: a value is missing: expected {expected}"))
@@ -172,7 +185,7 @@ def run_tyro(defaults: Kind, options: list[str], prog: str, description: str) ->
 # The file
 
 
-def read_file(path: str, places: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+def read_file(path: str, places: Mapping[str, Any], absent: Mapping[str, str]) -> tuple[dict[str, Any], list[Fault]]:
     """Values by place, and (place, text) of every fault; from YAML's nodes, which know text and line."""
     import yaml
 
@@ -203,7 +216,7 @@ def read_file(path: str, places: Mapping[str, Any]) -> tuple[dict[str, Any], lis
                 if value.tag != _NULL:
                     fault(value, place, f"{place} is {describe(value)}: expected a mapping of options")
             elif place not in places:
-                fault(key, place, f"{prefix}{key.value}: unknown key{_similar(place, places, str)}")
+                fault(key, place, _unknown(f"{prefix}{key.value}", place, places, absent, "key", str))
             else:
                 read_value(value, place)
 

@@ -50,6 +50,7 @@ def fails(path: Path | str) -> str:
 # ---- batches -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("DATA-05")
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("tokens", "seq", "batch"), [(1001, 10, 4), (1007, 10, 7), (11, 10, 3), (64, 1, 5)])
 def test_every_token_but_the_first_is_a_label_once_per_epoch(tokens: int, seq: int, batch: int, shuffle: bool) -> None:
@@ -66,6 +67,7 @@ def test_every_token_but_the_first_is_a_label_once_per_epoch(tokens: int, seq: i
         assert all(b[0] == a[1] - 1 for a, b in itertools.pairwise(ordered))
 
 
+@pytest.mark.case("DATA-05")
 def test_labels_are_the_next_tokens() -> None:
     tokens, labels = Batches(Counting(1001), batch=8, seq=10, seed=0).rows(2, range(8))
     assert tokens.shape == labels.shape == (8, 10)
@@ -119,6 +121,7 @@ def test_rows_and_steps_that_do_not_exist() -> None:
         batches.rows(-1, [0])
 
 
+@pytest.mark.case("DATA-05")
 def test_documents_shorter_than_one_sequence() -> None:
     Batches(Counting(101), batch=1, seq=100, seed=0)
     with pytest.raises(DataError) as error:
@@ -145,6 +148,7 @@ def test_sizes_must_be_positive() -> None:
 # ---- evaluation --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case("LIFE-03")
 @pytest.mark.parametrize("batch", [1, 3, 4, 10, 16])
 @pytest.mark.parametrize(
     ("sequences", "windows"),

@@ -118,6 +118,7 @@ def test_rank_0_gives_the_exit_code_and_the_cores_are_shared(tmp_path: Path) -> 
     assert {int(line.split()[3]) for line in lines} == {threads}
 
 
+@pytest.mark.case("LIFE-01")
 @pytest.mark.quick
 def test_the_traceback_of_the_failed_rank_is_the_first_and_last_thing_shown(tmp_path: Path) -> None:
     began = time.monotonic()
@@ -139,12 +140,14 @@ def test_a_user_error_is_shown_once_without_a_traceback(tmp_path: Path) -> None:
     assert (code, err) == (2, "bad options\n  - this\n  - that\n")
 
 
+@pytest.mark.case("LIFE-02")
 @pytest.mark.parametrize(("how", "end"), [("kill", "killed by SIGKILL"), ("exit", "exit code 7")])
 def test_a_worker_that_dies_is_named(how: str, end: str, tmp_path: Path) -> None:
     code, _, err = Run(tmp_path, how, 3).end(60)
     assert (code, err) == (1, f"rank 1 of 3 failed: the process died ({end})\n")
 
 
+@pytest.mark.case("LIFE-01")
 def test_workers_that_ignore_sigterm_do_not_outlive_a_failure(tmp_path: Path) -> None:
     run = Run(tmp_path, "ignore-sleep-raise", 3).wait_for_workers(3)
     began = time.monotonic()
@@ -158,6 +161,7 @@ def test_workers_that_ignore_sigterm_do_not_outlive_a_failure(tmp_path: Path) ->
 _GRACE_CAN_BE_SET = any(f.name == "shutdown_timeout" for f in dataclasses.fields(LaunchConfig))
 
 
+@pytest.mark.case("LIFE-02")
 @pytest.mark.parametrize(
     ("how", "number", "code", "limit"),
     [
@@ -183,6 +187,7 @@ def test_no_worker_and_no_port_is_left_after_the_launcher(
     assert "Traceback" not in err
 
 
+@pytest.mark.case("LIFE-02")
 def test_ctrl_c_of_a_terminal_reaches_everyone_and_ends_quietly(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
@@ -212,6 +217,7 @@ def test_one_process_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(print, "", 1) == 0
 
 
+@pytest.mark.case("UX-02")
 @pytest.mark.quick
 def test_another_number_of_processes_than_the_mesh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():

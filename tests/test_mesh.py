@@ -82,6 +82,7 @@ SIZE = "a size is a whole number of at least 1 (nothing is filled in)"
 NAME = "use lower-case letters, digits and _, such as dp or tp"
 
 
+@pytest.mark.case("UX-02")
 @pytest.mark.parametrize(
     ("text", "faults"),
     [
@@ -112,6 +113,7 @@ def test_unreadable_meshes(text: str, faults: list[str]) -> None:
     assert str(error.value) == "\n".join([f"mesh {text!r} cannot be used:", *(f"  - {fault}" for fault in faults)])
 
 
+@pytest.mark.case("UX-02")
 def test_impossible_sizes_in_code() -> None:
     with pytest.raises(MeshError) as error:
         Mesh(dp=0, tp="2", cp=True, fsdp=2.0, pp=-1, ok=3)  # type: ignore[arg-type]
@@ -125,6 +127,7 @@ def test_impossible_sizes_in_code() -> None:
     )
 
 
+@pytest.mark.case("UX-02")
 def test_a_mesh_must_fit_the_world() -> None:
     Mesh(dp=2, tp=2).check_world(4)
     Mesh().check_world(1)

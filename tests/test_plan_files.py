@@ -20,6 +20,7 @@ def test_a_plan(tmp_path: Path) -> None:
     assert plan.axes("optimizer", "embed") == ("fsdp",) and not plan.regather
 
 
+@pytest.mark.case("UX-01")
 @pytest.mark.parametrize(
     "text, message",
     [

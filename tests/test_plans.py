@@ -94,6 +94,7 @@ def test_a_name_stays_optional_unless_one_plan_needs_it() -> None:
     assert "kv_heads" not in (tp() | Plan(compute={"kv_heads": "tp"})).optional
 
 
+@pytest.mark.case("UX-01")
 def test_plans_that_disagree() -> None:
     mine = Plan(compute={"batch": "dp", "ffn": "tp"}, storage={"embed": "fsdp"})
     other = Plan(compute={"batch": ("dp", "fsdp"), "ffn": "tp"}, storage={"embed": ()})

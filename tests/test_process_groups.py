@@ -108,6 +108,7 @@ def too_small() -> str:
     return ""
 
 
+@pytest.mark.case("UX-02")
 def test_a_mesh_that_does_not_fit_the_world() -> None:
     text = (
         "mesh dp=3,tp=2 has 6 ranks but 2 processes were started: start 6 processes, or choose axes whose product is 2"
@@ -124,6 +125,7 @@ def test_one_process_has_a_mesh_of_one() -> None:
     assert pool(1).run(alone) == [(("world",), 1)]
 
 
+@pytest.mark.case("UX-02")
 def test_a_group_is_needed_first() -> None:
     with pytest.raises(RuntimeError, match="a process group is needed"):
         Mesh(dp=2).device_mesh()

@@ -85,6 +85,7 @@ def test_a_name_that_no_parameter_has_stores_nothing() -> None:
         dl.resolve(tiny(), Plan(storage={"batch": "dp"}, optimizer={"batch": "dp"}), mesh)
 
 
+@pytest.mark.case("UX-01")
 def test_misspelt_names_with_the_nearest() -> None:
     mesh = Mesh(dp=2, tp=2)
     compute = {"batch": "dp", "haeds": "tp", "ffn": "tp"}
@@ -130,6 +131,7 @@ FFN = (
 BATCH = "batch: 6 sequences do not divide over dp=4: use a batch of 4 or 8"
 
 
+@pytest.mark.case("UX-04")
 @pytest.mark.parametrize(
     ("changes", "sizes", "more", "faults"),
     [
@@ -173,6 +175,7 @@ def test_sizes_that_do_not_divide(
         dl.resolve(tiny(**changes), standard(), mesh, **more)
 
 
+@pytest.mark.case("UX-04")
 def test_everything_at_once() -> None:
     mesh = Mesh(dp=4, tp=4, idle=2)
     plan = replace(standard(), storage={"embed": "fsdp", "ebmed": "dp"})
@@ -198,6 +201,7 @@ def test_everything_at_once() -> None:
         dl.resolve(tiny(heads=6, kv_heads=3, head_dim=16, ffn=30, vocab=33), plan, mesh, batch=6, seq=30)
 
 
+@pytest.mark.case("TP-05")
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_fewer_kv_heads_than_tensor_parallel_ranks(kv_heads: int) -> None:
     mesh, works = Mesh(tp=4), {1: "1", 2: "1 or 2"}[kv_heads]

@@ -49,6 +49,7 @@ def test_a_run_folder(folder: Path, one: list[dict[str, float]]) -> None:
     assert "steps: 5" in (folder / "one" / "config.yaml").read_text()
 
 
+@pytest.mark.case("LOG-01")
 @pytest.mark.parametrize(
     "options", [["--mesh", "fsdp=2,tp=2"], ["--mesh", "dp=2", "--zero", "1", "--micro-batches", "4"]]
 )

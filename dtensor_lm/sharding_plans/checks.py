@@ -12,7 +12,12 @@ from dtensor_lm.sharding_plans.plan import TABLES, Plan
 from dtensor_lm.trace import Trace
 
 _LAYER = re.compile(r"(^|(?<=\.))\d+(?=[.:]|$)")
-NOT_BUILT = {"cp": "context parallelism", "ep": "expert parallelism", "pp": "pipeline parallelism"}
+# What these axes would be, and what there is instead.
+NOT_BUILT = {
+    "cp": ("context parallelism", "use tp, which also cuts the sequence between its regions"),
+    "ep": ("expert parallelism", "use fsdp, which shards every parameter"),
+    "pp": ("pipeline parallelism", "use fsdp, which shards the parameters of every layer"),
+}
 SEQUENCE = ("seq", "res", "q_seq", "kv_seq")
 
 
@@ -95,9 +100,8 @@ class Checks:
         for axis in self.mesh.active:
             if axis not in used:
                 if axis in NOT_BUILT:
-                    self.add(
-                        "", f"axis {axis}={self.mesh[axis]}: {NOT_BUILT[axis]} is not built yet; take it off the mesh"
-                    )
+                    what, instead = NOT_BUILT[axis]
+                    self.add("", f"axis {axis}={self.mesh[axis]}: {what} is not built yet: {instead}")
                     continue
                 near = nearest(axis, planned - set(self.mesh))
                 self.add(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from case_models import is_matrix, tiny
 from torch import Tensor, nn
 
 import dtensor_lm as dl
+from dtensor_lm import launch
+from dtensor_lm.cli import main
 from dtensor_lm.ops.cross_entropy import IGNORE
 from dtensor_lm.state import wrap
 from dtensor_lm.testing.equivalence import Reference, Report, compare, gathered, parts, worst
@@ -114,3 +118,19 @@ def assert_gradients(found: Found, loss: float, gradients: Whole, norm: float, t
     assert abs(found.norm - norm) <= tolerance * norm
     error, name = worst(found.gradients, gradients)
     assert error <= 100 * tolerance, f"{name}: {error}"
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The message of a command that ends with code 2 and before it starts a rank or a process group."""
+
+    def started(*_: Any, **__: Any) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(launch, "launch", started)
+    before = torch.distributed.is_initialized()
+    assert main(argv) == 2
+    assert torch.distributed.is_initialized() == before
+    out, err = capsys.readouterr()
+    assert not out and "Traceback" not in err
+    return err

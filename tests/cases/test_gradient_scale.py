@@ -31,6 +31,7 @@ from dtensor_lm.testing.workers import pool
 ZERO_AND_SP = [(0, False), (0, True), (3, False), (3, True)]
 
 
+@pytest.mark.case("GRAD-01")
 @pytest.mark.quick
 @pytest.mark.parametrize(("zero", "sequence_parallel"), ZERO_AND_SP)
 def test_the_norm_of_ones_is_the_root_of_the_number_of_parameters(zero: int, sequence_parallel: bool) -> None:
@@ -46,6 +47,7 @@ def test_the_norm_of_ones_is_the_root_of_the_number_of_parameters(zero: int, seq
     assert zero == 0 or math.sqrt(with_copies) > found.norm
 
 
+@pytest.mark.case("GRAD-01")
 @pytest.mark.parametrize(("zero", "sequence_parallel"), ZERO_AND_SP)
 def test_norm_and_clipping_with_norms_and_biases(zero: int, sequence_parallel: bool) -> None:
     """Parameters after steps that clip to half of the norm equal those of one device."""
@@ -74,6 +76,7 @@ def first_gradients_of(runs: list[Run], batch: Whole, values: Whole) -> list[Fou
     return [first_gradients(run, batch, values) for run in runs]
 
 
+@pytest.mark.case("GRAD-04")
 @pytest.mark.parametrize(("ranks", "runs"), [(4, SMALL), (8, LARGE)])
 def test_eight_sequences_on_every_layout(ranks: int, runs: list[Run]) -> None:
     """Replicas, shards, tensor parallelism and micro-batches: no factor of any of them is in the gradients."""
@@ -85,6 +88,7 @@ def test_eight_sequences_on_every_layout(ranks: int, runs: list[Run]) -> None:
             assert_gradients(found, *expected)
 
 
+@pytest.mark.case("GRAD-04")
 @pytest.mark.quick
 def test_equal_copies_of_a_computation_are_not_summed() -> None:
     """Parameters in shards over an axis on which every rank computes the same: nothing is added up."""

@@ -44,6 +44,7 @@ def counted(run: Run) -> list[Counts]:
     return counts
 
 
+@pytest.mark.case("PERF-01")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", RUNS)
 def test_every_step_issues_what_the_program_says(name: str) -> None:
@@ -57,6 +58,7 @@ def test_every_step_issues_what_the_program_says(name: str) -> None:
         assert differences(expected, last) == [f"all_reduce @{axes} float64 of 56 bytes: predicted 0, found 1"]
 
 
+@pytest.mark.case("PERF-01")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", RUNS)
 def test_no_collective_carries_logits(name: str) -> None:
@@ -67,6 +69,7 @@ def test_no_collective_carries_logits(name: str) -> None:
     assert max(c.bytes for c in run.program().collectives) < part_of_logits
 
 
+@pytest.mark.case("PERF-01")
 @pytest.mark.quick
 def test_what_a_plan_gathers_is_in_the_program() -> None:
     def gathered(name: str) -> set[str]:

@@ -41,6 +41,7 @@ def expected() -> Whole:
     return Run(Mesh()).everywhere(initial, 0)[0]
 
 
+@pytest.mark.case("RNG-01")
 @pytest.mark.quick
 @pytest.mark.parametrize("mesh", MESHES)
 def test_initial_values_do_not_depend_on_the_mesh(mesh: str, expected: Whole) -> None:
@@ -49,6 +50,7 @@ def test_initial_values_do_not_depend_on_the_mesh(mesh: str, expected: Whole) ->
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.case("RNG-01")
 @pytest.mark.quick
 def test_no_two_shards_or_layers_or_seeds_are_alike(expected: Whole) -> None:
     drawn = {name: value for name, value in expected.items() if "norm" not in name}
@@ -63,6 +65,7 @@ def test_no_two_shards_or_layers_or_seeds_are_alike(expected: Whole) -> None:
     assert not any(torch.equal(other[name], value) for name, value in drawn.items())
 
 
+@pytest.mark.case("RNG-01")
 @pytest.mark.quick
 def test_initial_values_of_biases_and_scalars() -> None:
     one, two = Run(Mesh(), model=biased), Run(Mesh(dp=2, tp=2), standard(3), biased)
@@ -96,6 +99,7 @@ def corpus(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.case("DATA-09")
 def test_every_mesh_reads_the_same_samples(corpus: str) -> None:
     ((_, alone),) = pool(1).run(samples, corpus, [""])[0]
     ranks = pool(8).run(samples, corpus, ORDERS)
@@ -120,6 +124,7 @@ def test_every_mesh_reads_the_same_samples(corpus: str) -> None:
     assert not torch.equal(alone[0][0]["tokens"], alone[1][0]["tokens"])
 
 
+@pytest.mark.case("DATA-09")
 def test_parts_of_a_whole_batch_are_the_same_parts(corpus: str) -> None:
     """The comparison with one device cuts a batch as the feed does."""
     assert all(pool(4).run(same_parts, corpus, Mesh(tp=2, fsdp=2)))

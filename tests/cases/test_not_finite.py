@@ -87,6 +87,7 @@ def metrics_of_3_steps(run: Run, place: str) -> dict[tuple[float, float], list[t
     return found
 
 
+@pytest.mark.case("NUM-01")
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_rank_sees_it(place: str, zero: int) -> None:
@@ -106,6 +107,7 @@ def run_that_is_spoiled(config: TrainConfig, place: str, value: float) -> tuple[
         return loop.run(config), text.getvalue()
 
 
+@pytest.mark.case("NUM-01")
 @pytest.mark.parametrize(("clip_norm", "value"), [(0.0, math.inf), (1.0, math.inf), (1.0, math.nan)])
 def test_the_run_ends(clip_norm: float, value: float, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {i}\n" for i in range(2000)))

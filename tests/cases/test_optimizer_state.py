@@ -39,6 +39,7 @@ def after_100_steps(run: Run) -> dict[str, torch.Tensor]:
     return {"parameter": gathered(state.parameters)[NAME], **slots}
 
 
+@pytest.mark.case("NUM-02")
 @pytest.mark.quick
 @pytest.mark.parametrize("plan", [ddp(), zero3()], ids=["ddp", "zero3"])
 def test_a_bf16_weight_at_one_moves_as_in_fp32(plan: Plan) -> None:
@@ -86,6 +87,7 @@ def sums(run: Run, shape: tuple[int, int]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.case("NUM-02")
 @pytest.mark.quick
 @pytest.mark.parametrize("way", SUMS)
 def test_256_and_1_and_minus_256_are_1(way: str) -> None:
@@ -112,6 +114,7 @@ def one_step_of_decay(run: Run, values: Whole) -> Whole:
     return gathered(state.parameters)
 
 
+@pytest.mark.case("NUM-04")
 @pytest.mark.quick
 @pytest.mark.parametrize("run", LAYOUTS, ids=["zero 0", "zero 1", "zero 3", "tp_sp", "tp"])
 def test_matrices_decay_and_nothing_else(run: Run) -> None:
@@ -155,6 +158,7 @@ def trained(run: Run, values: Whole) -> tuple[list[str], list[str], bool]:
     return stayed, [n for n, x in again.items() if not (x != replaced[n]).any()], donated
 
 
+@pytest.mark.case("NUM-05")
 @pytest.mark.quick
 @pytest.mark.parametrize("run", [LAYOUTS[1], LAYOUTS[2], LAYOUTS[3]], ids=["zero 1", "zero 3", "tp_sp"])
 def test_every_parameter_is_trained(run: Run) -> None:
@@ -174,6 +178,7 @@ def trained_pairs(run: Run) -> bool:
     return all(torch.equal(x, locals_of(other.parameters)[n]) for n, x in locals_of(state.parameters).items())
 
 
+@pytest.mark.case("NUM-05")
 @pytest.mark.quick
 def test_a_step_has_no_parameters_of_its_own() -> None:
     assert all(Run(Mesh(dp=2), standard(3)).everywhere(trained_pairs))

@@ -57,6 +57,7 @@ def norms_after_20_steps(run: Run, values: Whole) -> tuple[list[str], list[str],
     return apart, replicas_equal(state, step.program), missing
 
 
+@pytest.mark.case("TP-01")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_norms_under_sequence_parallelism(ranks: int) -> None:
     """Pre-norms, norms of q and k, and the final norm."""
@@ -70,6 +71,7 @@ def test_norms_under_sequence_parallelism(ranks: int) -> None:
 # A bias of 1.0 on a linear that is cut over its inputs (text-generation-inference#1036)
 
 
+@pytest.mark.case("TP-02")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_bias_inside_of_a_sum_counts_once(ranks: int, plan: str) -> None:
@@ -87,6 +89,7 @@ def test_a_bias_inside_of_a_sum_counts_once(ranks: int, plan: str) -> None:
     assert abs(counted_on_every_rank - loss) > 1e-3
 
 
+@pytest.mark.case("TP-02")
 @pytest.mark.parametrize("plan", [standard(3), standard(3, sequence_parallel=False)], ids=["sp", "no sp"])
 def test_a_bias_inside_of_a_sum_with_shards(plan: Plan) -> None:
     run = Run(Mesh(dp=2, tp=2), plan, biased)
@@ -96,6 +99,7 @@ def test_a_bias_inside_of_a_sum_with_shards(plan: Plan) -> None:
 # Local computations (torchtitan#1805, pytorch#172932)
 
 
+@pytest.mark.case("TP-03")
 @pytest.mark.quick
 def test_a_whole_parameter_in_a_computation_of_the_part() -> None:
     """Rank r uses a parameter times r + 1: its gradient is 1 + 2 + 3 + 4 on every rank."""
@@ -108,12 +112,14 @@ def test_a_whole_parameter_in_a_computation_of_the_part() -> None:
     assert_equals_one_device(run, [batch] * 2, values)
 
 
+@pytest.mark.case("TP-03")
 @pytest.mark.parametrize("plan", [*PLANS.values(), standard(3)], ids=[*PLANS, "standard"])
 def test_a_backward_written_by_hand(plan: Plan) -> None:
     mesh = Mesh(dp=2, tp=2) if "batch" in plan.compute else Mesh(tp=4)
     assert_equals_one_device(Run(mesh, plan, biased), [batch_of([8, 5])] * 2)
 
 
+@pytest.mark.case("TP-03")
 def test_a_signature_that_forgets_what_is_partial_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and loss of a region may be right while its gradients are not: the law sees both."""
     wrong = dl.Region(
@@ -130,6 +136,7 @@ def test_a_signature_that_forgets_what_is_partial_is_found(monkeypatch: pytest.M
 # Fewer kv heads than ranks (transformers#48307)
 
 
+@pytest.mark.case("TP-05")
 @pytest.mark.quick
 @pytest.mark.parametrize("kv_heads", [2, 1])
 @pytest.mark.parametrize("plan", PLANS)
@@ -145,6 +152,7 @@ def test_fewer_kv_heads_than_ranks_are_refused_at_once(plan: str, kv_heads: int)
     assert "leave it whole: kv_heads and core_kv_heads -> ()" in text
 
 
+@pytest.mark.case("TP-05")
 @pytest.mark.parametrize(("sequence", "kv_heads"), [({}, 1), ({"res": "tp"}, 1), ({"res": "tp"}, 2)])
 def test_kv_heads_whole_on_every_rank(sequence: dict[str, str], kv_heads: int) -> None:
     plan = Plan({**dict.fromkeys(("heads", "core_heads", "ffn", "vocab"), "tp"), **sequence})
@@ -152,6 +160,7 @@ def test_kv_heads_whole_on_every_rank(sequence: dict[str, str], kv_heads: int) -
     assert_equals_one_device(run, [batch_of([8, 5], seed=i) for i in range(5)], values_of(run))
 
 
+@pytest.mark.case("TP-05")
 @pytest.mark.parametrize("mesh", [Mesh(group=2, member=2), Mesh(member=2, group=2)], ids=str)
 def test_kv_heads_shared_by_groups_of_ranks(mesh: Mesh) -> None:
     """Two kv heads on four ranks: each kv head lies on the two ranks whose query heads read it."""

@@ -54,6 +54,7 @@ def assert_no_mean_of_means(run: Run, batch: Whole, groups: list[Whole]) -> None
         assert relative(mean, gradient) > 0.01, name
 
 
+@pytest.mark.case("LOSS-01")
 @pytest.mark.quick
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_ranks_with_7_labels_and_1(zero: int) -> None:
@@ -63,6 +64,7 @@ def test_ranks_with_7_labels_and_1(zero: int) -> None:
     assert_equals_one_device(run, [batch] * 3, values_of(run))
 
 
+@pytest.mark.case("LOSS-01")
 @pytest.mark.parametrize("zero", [0, 3])
 def test_four_ranks_of_which_one_has_no_label(zero: int) -> None:
     batch = batch_of([7, 1, 0, 4])
@@ -71,6 +73,7 @@ def test_four_ranks_of_which_one_has_no_label(zero: int) -> None:
     assert_equals_one_device(run, [batch] * 3, values_of(run))
 
 
+@pytest.mark.case("LOSS-02")
 @pytest.mark.parametrize(("ranks", "real"), [(1, [8, 4, 2, 1]), (2, [8, 0, 1, 3, 2, 0, 0, 1])])
 def test_micro_batches_with_8_4_2_and_1_labels(ranks: int, real: list[int]) -> None:
     batch = batch_of(real)
@@ -110,6 +113,7 @@ def evaluated(run: Run, sequences: int, values: Whole) -> float:
     return step.evaluate(step.load(values), validation(step, sequences))
 
 
+@pytest.mark.case("LOSS-04", "LIFE-03")
 @pytest.mark.parametrize("sequences", [5, 3])
 def test_evaluation_is_one_number_on_every_layout(sequences: int) -> None:
     """5 and 3 sequences, which neither 2 nor 4 divides: it ends, and every sequence counts once."""
@@ -144,6 +148,7 @@ def evaluate_sums(run: Run) -> float:
     return step.evaluate(step.init(), [part for b in batches for part in parts(step.program, b, step.device)])
 
 
+@pytest.mark.case("LOSS-04")
 @pytest.mark.quick
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_evaluation_of_2_over_1_and_90_over_9(ranks: int) -> None:
@@ -174,6 +179,7 @@ def steps_around_an_evaluation(run: Run) -> tuple[float, float]:
     return one.loss, evaluation
 
 
+@pytest.mark.case("LOSS-04")
 @pytest.mark.quick
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2), Mesh(tp=2)], ids=str)
 def test_an_evaluation_leaves_no_trace(mesh: Mesh) -> None:

@@ -31,6 +31,7 @@ HEAD = {
 OPTIONS = [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}]
 
 
+@pytest.mark.case("LOSS-06")
 @pytest.mark.parametrize("head", HEAD)
 @pytest.mark.parametrize(("ranks", "options"), [(2, {}), (2, OPTIONS[1]), (4, OPTIONS[1])])
 def test_every_layout_of_the_head_has_the_same_loss(ranks: int, head: str, options: dict[str, float]) -> None:
@@ -40,6 +41,7 @@ def test_every_layout_of_the_head_has_the_same_loss(ranks: int, head: str, optio
     assert_gradients(agreed(run, batch, values), loss, gradients, norm)
 
 
+@pytest.mark.case("LOSS-06")
 @pytest.mark.quick
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "smoothed"])
 def test_smoothing_and_z_loss_count(options: dict[str, float]) -> None:
@@ -56,6 +58,7 @@ def test_smoothing_and_z_loss_count(options: dict[str, float]) -> None:
     assert not options or abs(loss - cross_entropy(x, labels).item()) > 0.01
 
 
+@pytest.mark.case("LOSS-06")
 @pytest.mark.quick
 @pytest.mark.parametrize("head", HEAD)
 def test_uniform_logits_cost_ln_32(head: str) -> None:
@@ -69,6 +72,7 @@ def test_uniform_logits_cost_ln_32(head: str) -> None:
 # Sizes that the ranks do not divide (Megatron-LM#1754)
 
 
+@pytest.mark.case("TP-06")
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("vocab", "ranks", "works"), [(30, 4, "28 or 32"), (33, 2, "32 or 34"), (33, 4, "32 or 36"), (3, 4, "4")]
@@ -91,6 +95,7 @@ def exported(run: Run, values: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return gathered(state.parameters)
 
 
+@pytest.mark.case("TP-06", "UX-04")
 @pytest.mark.parametrize(
     ("storage", "vocab", "ranks", "tied"),
     [
@@ -116,6 +121,7 @@ def test_shards_of_any_vocabulary(storage: str, vocab: int, ranks: int, tied: bo
     assert {n: tuple(x.shape) for n, x in run.everywhere(exported, values)[0].items()} == shapes
 
 
+@pytest.mark.case("TP-06")
 @pytest.mark.parametrize("plan", [tp(), tp_sp()], ids=["tp", "tp_sp"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_30_rows_on_2_ranks(tied: bool, plan: Plan) -> None:
