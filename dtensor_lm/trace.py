@@ -183,7 +183,7 @@ class _Tracer(Signatures):
             )
             return None
         shape = [math.prod(known[n] for n in names) for names in spec.dims]
-        return Site("", shape, [(0, n) for n in shape], device="meta").at(self.moment)
+        return Site(f"{path}.{name}", shape, [(0, n) for n in shape], device="meta").at(self.moment)
 
     def _tensor(self, call: Call, name: str, value: Tensor, inner: TensorSpec, outer: TensorSpec) -> None:
         what = f"{call.path or 'the model'}: {name}"

@@ -44,30 +44,29 @@ class Site:
         batch_dim: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        self.name = name
         self.keys = torch.tensor([signed(key) for key in keys(name)], device=device)
         self.lines = _lines(whole, box, device) if box else None
         self.row_stride = math.prod(whole[batch_dim + 1 :]) if batch_dim is not None else 0
 
     def at(self, moment: Moment) -> Random:
         first, second = torch.bitwise_xor(self.keys, moment.keys).unbind()
-        return Random(first + signed(moment.row * self.row_stride * STEP), second, self.lines)
+        return Random(self.name, first + signed(moment.row * self.row_stride * STEP), second, self.lines)
 
 
 class Random:
     """What a region gets for an input `random batch seq embed`: numbers for the elements of a tensor of these dims."""
 
-    def __init__(self, first: Tensor, second: Tensor, lines: list[Tensor] | None) -> None:
-        self.first, self.second, self.lines = first, second, lines
+    def __init__(self, site: str, first: Tensor, second: Tensor, lines: list[Tensor] | None) -> None:
+        self.site, self.first, self.second, self.lines = site, first, second, lines
 
     def keep(self, p: float, shape: Sequence[int]) -> Tensor:
         """A bool tensor of `shape`, each element False with probability p. Raises ValueError for another shape."""
         lines = self.lines
         if lines is None:
             lines = _lines(shape, [(0, n) for n in shape], self.first.device)
-        if [len(line) for line in lines] != [*shape]:
-            raise ValueError(
-                f"a tensor of shape {[*shape]}, but its `random` input has {[len(line) for line in lines]}"
-            )
+        if (have := [len(line) for line in lines]) != [*shape]:
+            raise ValueError(f"{self.site}: random numbers of shape {have} for a tensor of shape {[*shape]}")
         if self.first.is_meta:
             return torch.empty(tuple(shape), dtype=torch.bool, device="meta")
         return numbers(self.first, self.second, lines) >= round(p * (1 << BITS))

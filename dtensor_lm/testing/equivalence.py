@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -92,16 +93,20 @@ class Reference:
         self.decay = {name: p.decay for name, p in program.parameters.items()}
         self.model.train()
 
-    def loss(self, batch: Mapping[str, Tensor], step: int) -> Tensor:
+    def at(self, step: int) -> AbstractContextManager[None]:
+        """Within it the model draws what a mesh draws at this step; backward may draw again."""
+        return drawing(self.model, Moment.of(self.seed, step))
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Mean loss per unmasked token."""
-        with drawing(self.model, Moment.of(self.seed, step)):
-            return self.model(**batch) / max(int((batch["labels"] != IGNORE).sum()), 1)
+        return self.model(**batch) / max(int((batch["labels"] != IGNORE).sum()), 1)
 
     def gradients(self, batch: Mapping[str, Tensor]) -> tuple[float, Whole, float]:
         """The loss at step 0, its gradients, their norm."""
-        loss = self.loss(batch, 0)
         names = dict(self.model.named_parameters())
-        grads = torch.autograd.grad(loss, list(names.values()), allow_unused=True, materialize_grads=True)
+        with self.at(0):
+            loss = self.loss(batch)
+            grads = torch.autograd.grad(loss, list(names.values()), allow_unused=True, materialize_grads=True)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
         return float(loss.detach()), dict(zip(names, grads, strict=True)), norm
 
@@ -110,7 +115,8 @@ class Reference:
             optimizer.zero_grad()
             for p in self.model.parameters():
                 p.grad = torch.zeros_like(p)  # torch's optimizers pass over unused parameters; ours decay them
-            self.loss(batch, step).backward()
+            with self.at(step):
+                self.loss(batch).backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
             optimizer.step()
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
