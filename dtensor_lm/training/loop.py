@@ -98,6 +98,12 @@ def _agree(value: Any) -> Any:
     return box[0]
 
 
+def _named(names: tuple[str, ...]) -> str:
+    """' (in ...)' with the first names, or ''."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f" (in {', '.join(names[:3])}{more})" if names else ""
+
+
 def run(config: TrainConfig) -> int:
     """Trains as the options say. Returns the exit code."""
     process_groups.start(process_groups.device(config.device))
@@ -152,8 +158,9 @@ class _Run:
                          f"norm {metrics.grad_norm:.3f}  {record['tokens_per_second']:,.0f} tokens/s")  # fmt: skip
             self.folder.write(record)
             if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
-                raise RunFailed(f"step {i + 1}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: not finite; "
-                                f"a smaller --optimizer.lr may help (metrics are in {self.folder.path})")  # fmt: skip
+                raise RunFailed(f"step {i + 1}: loss {metrics.loss}, gradient norm {metrics.grad_norm}: not finite"
+                                f"{_named(metrics.not_finite)}; a smaller --optimizer.lr may help "
+                                f"(metrics are in {self.folder.path})")  # fmt: skip
             bar.update()
             bar.set_postfix_str(f"loss {metrics.loss:.3f}, {record['tokens_per_second']:,.0f} tokens/s", refresh=False)
         bar.close()

@@ -31,12 +31,16 @@ Batch = Sequence[Mapping[str, Tensor]]  # one mapping of this rank's integer inp
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of one step, the same on every rank. loss: per unmasked token; grad_norm: before clipping; tokens: unmasked."""
+    """Of one step, the same on every rank. loss: per unmasked token; grad_norm: before clipping; tokens: unmasked.
+
+    not_finite: the parameters that are not, or whose gradients are not; such a step changes nothing.
+    """
 
     loss: float
     grad_norm: float
     tokens: int
     lr: float
+    not_finite: tuple[str, ...] = ()
 
 
 class TrainStep:
@@ -149,9 +153,10 @@ class TrainStep:
         if self.clip_norm:
             scale *= min(1.0, self.clip_norm / (norm + 1e-6))
         state = state.donate()
-        if math.isfinite(loss) and math.isfinite(norm):
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
             self._apply(state, grads, scale, lr)
-        return state, Metrics(loss, norm, tokens, lr)
+        return state, Metrics(loss, norm, tokens, lr, () if finite else self._not_finite(state, grads))
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[dict[str, Tensor], float, int, float]:
         """(sums of gradients over tokens, in the optimizer's layout; mean loss; tokens; norm of the mean gradient)."""
@@ -192,6 +197,19 @@ class TrainStep:
             count,
             math.sqrt(square) / max(count, 1) if square >= 0 else math.nan,
         )
+
+    @torch.no_grad()
+    def _not_finite(self, state: TrainState, grads: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """The parameters that hold an inf or NaN on any rank, or else the gradients that do. Every rank calls it."""
+        tables = {"": locals_of(state.parameters), "gradient of ": grads}
+        names = [what + name for what, tensors in tables.items() for name in tensors]
+        flags = torch.stack([~x.isfinite().all() for tensors in tables.values() for x in tensors.values()])
+        found = flags.to(torch.float32)
+        if self.world is not None:
+            found = all_reduce(found, self.world)
+        broken = [name for name, ranks in zip(names, found.tolist(), strict=True) if ranks]
+        parameters = [name for name in broken if name in self.program.parameters]
+        return tuple(parameters or broken)
 
     def _leaf(self, value: Tensor, p: Parameter) -> Tensor:
         """What autograd accumulates into: aliases the value in the layout of gradients."""

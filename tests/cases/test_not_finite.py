@@ -28,7 +28,7 @@ from dtensor_lm.state import TrainState, local
 from dtensor_lm.testing.equivalence import parts
 from dtensor_lm.testing.workers import pool
 from dtensor_lm.training import loop
-from dtensor_lm.training.step import Batch, TrainStep
+from dtensor_lm.training.step import Batch, Metrics, TrainStep
 
 RANK = 2  # the only one that meets it
 PLACES = [
@@ -56,9 +56,9 @@ def spoiling(place: str, value: float, when: int) -> Any:
             return gradients(self, state, batch)
         forward = self.module.forward
 
-        def hooked(leaves: dict[str, Tensor], values: dict[str, Tensor], **inputs: Tensor) -> Tensor:
+        def hooked(leaves: dict[str, Tensor], *more: Any, **inputs: Tensor) -> Tensor:
             leaves[name].register_hook(spoil)
-            return forward(leaves, values, **inputs)
+            return forward(leaves, *more, **inputs)
 
         with mock.patch.object(self.module, "forward", hooked):
             return gradients(self, state, batch)
@@ -71,8 +71,8 @@ def copies(state: TrainState) -> list[Tensor]:
     return [local(x).clone() for tree in (state.parameters, *state.optimizer.values()) for x in tree.values()]
 
 
-def metrics_of_3_steps(run: Run, place: str) -> dict[tuple[float, float], list[tuple[float, float]]]:
-    """(loss, norm) per step, by the value that is met in the third and by the norm to clip to (0: no clipping)."""
+def metrics_of_3_steps(run: Run, place: str) -> dict[tuple[float, float], list[Metrics]]:
+    """Per step, by the value that is met in the third and by the norm to clip to (0: no clipping)."""
     step, found = step_of(run, dl.adamw(lr=1e-3)), {}
     for value, clip_norm in ((math.inf, 0.0), (-math.inf, 1.0), (math.nan, 1.0)):
         step.clip_norm = clip_norm
@@ -81,7 +81,7 @@ def metrics_of_3_steps(run: Run, place: str) -> dict[tuple[float, float], list[t
             for i in range(3):
                 before = copies(state)
                 state, metrics = step(state, parts(step.program, batch_of([8, 5], seed=i), step.device))
-                steps.append((metrics.loss, metrics.grad_norm))
+                steps.append(metrics)
         if place.startswith("gradient"):
             assert all(torch.equal(x, y) for x, y in zip(before, copies(state), strict=True))
     return found
@@ -91,13 +91,15 @@ def metrics_of_3_steps(run: Run, place: str) -> dict[tuple[float, float], list[t
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_every_rank_sees_it(place: str, zero: int) -> None:
-    """And parameters and moments stay, bit for bit, as they were before the step."""
+    """By name. And parameters and moments stay, bit for bit, as they were before the step."""
     ranks = Run(Mesh(dp=2, tp=2), standard(zero), dtype="float32").everywhere(metrics_of_3_steps, place)
     assert len({str(found) for found in ranks}) == 1
-    for *before, (loss, norm) in ranks[0].values():
-        assert all(math.isfinite(x) for pair in before for x in pair)
-        assert not math.isfinite(norm)
-        assert math.isfinite(loss) == place.startswith("gradient")
+    for *before, last in ranks[0].values():
+        assert all(math.isfinite(x) for metrics in before for x in (metrics.loss, metrics.grad_norm))
+        assert not any(metrics.not_finite for metrics in before)
+        assert not math.isfinite(last.grad_norm)
+        assert math.isfinite(last.loss) == place.startswith("gradient")
+        assert last.not_finite == (place.removeprefix("parameter "),)
 
 
 def run_that_is_spoiled(config: TrainConfig, place: str, value: float) -> tuple[int, str]:
@@ -118,6 +120,8 @@ def test_the_run_ends(clip_norm: float, value: float, tmp_path: Path) -> None:
     )  # fmt: skip
     ranks = pool(4).run(run_that_is_spoiled, config, PLACES[0], value)
     assert [code for code, _ in ranks] == [1] * 4
-    assert "error: step 3: loss " in ranks[0][1] and "not finite" in ranks[0][1]
+    assert "error: step 3: loss " in ranks[0][1]
+    assert f": not finite (in {PLACES[0]}); a smaller --optimizer.lr may help" in ranks[0][1]
+    assert [said for _, said in ranks[1:]] == [""] * 3
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [math.isfinite(record["grad_norm"]) for record in records] == [True, True, False]
