@@ -27,7 +27,7 @@ REQUIRED = {
     "LOG": (1,),
 }
 # Of what is partly there: tests may carry these.
-OTHERS = {"RNG": (2,), "LIFE": (1, 2, 3), "DATA": (5, 9), "EP": (1,)}
+OTHERS = {"RNG": (2,), "LIFE": (1, 2, 3), "DATA": (5, 9)}
 
 
 def ids(groups: dict[str, tuple[int, ...]]) -> set[str]:
