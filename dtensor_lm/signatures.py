@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor_lm.errors import ModelError, nearest
-from dtensor_lm.region import TensorSpec, factors, is_region, signature
+from dtensor_lm.region import SUPPLIED, TensorSpec, factors, is_region, signature
 
 Shape = tuple[int, ...]
 
@@ -138,6 +138,27 @@ class Signatures:
             path, _, attribute = local.rpartition(".")
             found.append((module.get_submodule(path), attribute, module.get_parameter(local)))
         return found
+
+
+def names_of(
+    regions: Mapping[str, nn.Module], parents: Mapping[str, str | None]
+) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """Per region: names that make axes live, and all names, with the outer sides of inner regions."""
+    floats = {p: set(signature(m).float_names()) for p, m in regions.items()}
+    every = {p: set(signature(m).own_names()) for p, m in regions.items()}
+    for path, module in regions.items():
+        parent = parents[path]
+        if parent is None:
+            continue
+        region = signature(module)
+        for crossing in (*region.inputs.values(), *region.outputs):
+            if crossing.outer.kind in SUPPLIED:
+                continue
+            names = (*crossing.outer.names, *crossing.outer.sums)
+            every[parent].update(names)
+            if crossing.outer.kind == "float":
+                floats[parent].update(names)
+    return {p: (frozenset(floats[p]), frozenset(every[p])) for p in floats}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -14,12 +14,12 @@ from dtensor_lm.edges import Collective, UnsupportedEdge, collectives, edge_step
 from dtensor_lm.errors import ModelError, nearest
 from dtensor_lm.layout import ITEMSIZE, Dim, Layout
 from dtensor_lm.mesh import Mesh
-from dtensor_lm.region import SUPPLIED, TensorSpec, signature
+from dtensor_lm.region import TensorSpec
 from dtensor_lm.sharding_plans.checks import Checks
 from dtensor_lm.sharding_plans.plan import Plan
 from dtensor_lm.sharding_plans.predict import step_collectives, unit_collectives
 from dtensor_lm.sharding_plans.program import Edge, Gather, Parameter, Program, RegionPlan, hops
-from dtensor_lm.signatures import Value
+from dtensor_lm.signatures import Value, names_of
 from dtensor_lm.trace import Call, Trace, trace
 
 
@@ -96,7 +96,7 @@ class _Resolver:
         self.model, self.trace, self.plan, self.mesh, self.decay = model, record, plan, mesh, decay
         self.batch, self.seq, self.micro = batch, seq, micro
         self.live: dict[str, frozenset[str]] = {}
-        names = self._names()
+        names = names_of(record.regions, record.parents)
         self.checks = Checks(record, plan, mesh, names, batch, seq, micro)
         for path, (floats, _) in names.items():
             self.live[path] = frozenset(a for n in floats for a in self.axes("compute", n))
@@ -108,24 +108,6 @@ class _Resolver:
         """A name's axes in the order of the mesh: sums and maxima do not care."""
         axes = self.axes("compute", name)
         return tuple(axis for axis in self.mesh.active if axis in axes)
-
-    def _names(self) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-        """Per region: names that make axes live, and all names, with the outer sides of inner regions."""
-        floats = {p: set(signature(m).float_names()) for p, m in self.trace.regions.items()}
-        every = {p: set(signature(m).own_names()) for p, m in self.trace.regions.items()}
-        for path, module in self.trace.regions.items():
-            parent = self.trace.parents[path]
-            if parent is None:
-                continue
-            region = signature(module)
-            for crossing in (*region.inputs.values(), *region.outputs):
-                if crossing.outer.kind in SUPPLIED:
-                    continue
-                names = (*crossing.outer.names, *crossing.outer.sums)
-                every[parent].update(names)
-                if crossing.outer.kind == "float":
-                    floats[parent].update(names)
-        return {p: (frozenset(floats[p]), frozenset(every[p])) for p in floats}
 
     def program(self) -> Program:
         self.checks.run()

@@ -6,15 +6,12 @@ torch's own optimizers. It shares no code with the runtime but the model's.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,13 +20,11 @@ from dtensor_lm.models.single import drawing, single_device
 from dtensor_lm.ops.cross_entropy import IGNORE
 from dtensor_lm.ops.dropout import Moment
 from dtensor_lm.sharding_plans.program import Program
-from dtensor_lm.state import TrainState, local, take, whole, wrap
+from dtensor_lm.state import TrainState, locals_of, take, whole
+from dtensor_lm.testing.assemble import Whole, assemble, from_first, to_first
 from dtensor_lm.testing.counting import CountCollectives, differences, predicted
-from dtensor_lm.training.optimizer import SGD, AdamW, Optimizer
+from dtensor_lm.training.optimizer import SGD, AdamW
 from dtensor_lm.training.step import Batch, TrainStep, train_step
-
-Whole = dict[str, Tensor]
-T = TypeVar("T")
 
 
 @dataclass
@@ -143,28 +138,11 @@ def relative(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     return float((found.double() - expected.double()).abs().max()) / scale
 
 
-def gathered(tensors: Mapping[str, DTensor]) -> Whole:
-    return {name: t.cpu() for name, t in whole(tensors).items()}
-
-
 def worst(found: Whole, expected: Whole) -> tuple[float, str]:
     floor = 1e-3 * max((float(e.abs().max()) for e in expected.values() if e.numel()), default=1.0)
     errors = {name: relative(found[name], e, floor) for name, e in expected.items()}
     name = max(errors, key=lambda n: math.inf if math.isnan(errors[n]) else errors[n])
     return errors[name], name
-
-
-def replicas_equal(state: TrainState, program: Program) -> list[str]:
-    """Names of parameters of which two ranks hold different copies, bit for bit."""
-    mine: dict[str, tuple[object, str]] = {}
-    place = program.mesh.coordinate(dist.get_rank())
-    for name, p in program.parameters.items():
-        block = local(state.parameters[name]).detach().cpu().contiguous().reshape(-1)
-        digest = hashlib.sha256(block.view(torch.uint8).numpy().tobytes() if block.numel() else b"").hexdigest()
-        mine[name] = (p.storage.box(place), digest)
-    every: list[dict[str, tuple[object, str]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, mine)
-    return [n for n in mine if len({h[n] for h in every}) > len({h[n][0] for h in every})]
 
 
 def compare(
@@ -179,77 +157,80 @@ def compare(
 ) -> Report:
     """Runs a Program on this process group against one device on rank 0; every rank returns rank 0's report.
 
-    Parameters are the initial values with noise added, so that no zeros or ones of initialisers hide a fault.
-    Clipping is active. `values` and `batches` are whole tensors, when the caller brings its own.
+    Parameters are the initial values with noise added, so that no zeros or ones of initialisers hide a fault. Clipping
+    is active. With 0 steps nothing is trained: loss, gradients, norm and collectives of one step alone.
+    `values` and `batches` are whole tensors, when the caller brings its own.
     """
-    report = Report(tolerance=tolerance)
-    dtype = getattr(torch, program.master_dtype)
     sgd = SGD(lr=0.1)
     step = train_step(program, sgd, clip_norm=1e-30, device=device)
-    first = step.init(seed)
     known = recipes(program.model)
-    names = program.parameters.items()
-    initial = {n: draw(known[n], n, seed, p.storage.shape, [(0, s) for s in p.storage.shape], dtype) for n, p in names}
-    drawn = gathered(first.parameters)
-    report.initial_values_equal = all(torch.equal(drawn[n], initial[n].to(drawn[n].dtype)) for n in initial)
+    dtype = getattr(torch, program.master_dtype)
+    shapes = {n: p.storage.shape for n, p in program.parameters.items()}
+    initial = {n: draw(known[n], n, seed, shape, [(0, s) for s in shape], dtype) for n, shape in shapes.items()}
+    blocks = {"initial": _copies(step.init(seed))}
     if values is None:
         g = torch.Generator().manual_seed(seed + 1)
         values = {n: v + 0.05 * torch.randn(v.shape, generator=g, dtype=torch.float64).to(dtype)
                   for n, v in initial.items()}  # fmt: skip
     batches = batches or [random_batch(program, seed + i) for i in range(max(steps, 1))]
-    reference = Reference(program, values, seed) if dist.get_rank() == 0 else None
 
-    state = step.load(values, seed=seed)
     count = CountCollectives(program.mesh)
     with count:
-        grads, loss, _, norm = step.gradients(state, parts(program, batches[0], step.device))
+        grads, loss, _, norm = step.gradients(step.load(values, seed=seed), parts(program, batches[0], step.device))
         # The rest of the step, on copies that are thrown away: only its collectives are of interest here.
-        step._apply(step.load(values, seed=seed), {n: g.clone() for n, g in grads.items()}, 1.0, 0.0)
+        step._apply(step.load(values), {n: g.clone() for n, g in grads.items()}, 1.0, 0.0)
+    blocks["gradients"] = grads
+    report = Report(tolerance=tolerance)
     report.mismatches = differences(predicted(program.collectives), count.counts)
+    report.collectives_match = not report.mismatches
     report.collectives = sum(count.counts.values())
     report.bytes = sum(size * n for (_, _, _, size), n in count.counts.items())
-    whole_grads = gathered({n: wrap(g, program.parameters[n].optimizer) for n, g in grads.items()})
-    clip = 1.0
-    if reference:
+    clip = 0.5 * norm or 1.0
+    adamw = AdamW(lr=1e-3, weight_decay=0.1)
+    if steps:
+        blocks["sgd"] = _copies(_train(step, step.load(values, seed=seed), batches[:steps], clip))
+        second = train_step(program, adamw, device=device)
+        blocks["adamw"] = _copies(_train(second, second.load(values, seed=seed), batches[:steps], clip))
+
+    every = to_first(blocks)
+    if every:
+        tables = {n: p.storage for n, p in program.parameters.items()}
+        layouts = {kind: tables for kind in blocks}
+        layouts["gradients"] = {n: p.optimizer for n, p in program.parameters.items()}
+        wholes: dict[str, Whole] = {}
+        for kind in blocks:
+            wholes[kind], apart = assemble([of_rank[kind] for of_rank in every], layouts[kind])
+            report.mismatches += [f"{kind}: copies of {n} differ between ranks" for n in apart]
+            report.replicas_equal &= not apart
+        report.initial_values_equal = all(torch.equal(x, initial[n].to(x.dtype)) for n, x in wholes["initial"].items())
+        reference = Reference(program, values, seed)
         expected_loss, expected, expected_norm = reference.gradients(batches[0])
         tokens = max(int((batches[0]["labels"] != IGNORE).sum()), 1)
         report.loss_error = abs(loss - expected_loss) / (abs(expected_loss) or 1.0)
         report.grad_norm_error = abs(norm - expected_norm) / (expected_norm or 1.0)
-        mean = {n: g / tokens for n, g in whole_grads.items()}
+        mean = {n: g / tokens for n, g in wholes["gradients"].items()}
         report.max_grad_error, report.worst_gradient = worst(mean, expected)
-        clip = 0.5 * expected_norm or 1.0
-    clip = _from_first(clip)
-    state = _train(step, state, batches[:steps], clip, sgd)
-    after = gathered(state.parameters)
-    report.replicas_equal = not (apart := replicas_equal(state, program))
-    report.mismatches += [f"copies of {n} differ between ranks" for n in apart]
-    if reference:
-        trained = reference.train(reference.sgd(sgd), batches[:steps], clip)
-        report.max_param_error, report.worst_parameter = worst(after, trained)
-    adamw = AdamW(lr=1e-3, weight_decay=0.1)
-    second = train_step(program, adamw, clip_norm=clip, device=device)
-    state = _train(second, second.load(values, seed=seed), batches[:steps], clip, adamw)
-    after = gathered(state.parameters)
-    if reference:
-        reference = Reference(program, values, seed)
-        trained = reference.train(reference.adamw(adamw), batches[:steps], clip)
-        report.max_param_error_adamw, _ = worst(after, trained)
-    report.collectives_match = not any("predicted" in line for line in report.mismatches)
-    return _from_first(report)
+        if steps:
+            trained = reference.train(reference.sgd(sgd), batches[:steps], clip)
+            report.max_param_error, report.worst_parameter = worst(wholes["sgd"], trained)
+            reference = Reference(program, values, seed)
+            trained = reference.train(reference.adamw(adamw), batches[:steps], clip)
+            report.max_param_error_adamw, _ = worst(wholes["adamw"], trained)
+    return from_first(report)
 
 
-def _train(
-    step: TrainStep, state: TrainState, batches: list[dict[str, Tensor]], clip: float, o: Optimizer
-) -> TrainState:
+def _copies(state: TrainState) -> Whole:
+    """Blocks of the parameters, as they are now."""
+    return {name: x.detach().clone() for name, x in locals_of(state.parameters).items()}
+
+
+def _train(step: TrainStep, state: TrainState, batches: list[dict[str, Tensor]], clip: float) -> TrainState:
     step.clip_norm = clip
     for batch in batches:
         state, _ = step(state, parts(step.program, batch, step.device))
     return state
 
 
-def _from_first(value: T) -> T:
-    """Rank 0's value, on every rank."""
-    box = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
+def gathered(tensors: Mapping[str, DTensor]) -> Whole:
+    """Whole tensors, on every rank."""
+    return {name: t.cpu() for name, t in whole(tensors).items()}
