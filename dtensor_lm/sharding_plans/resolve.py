@@ -57,6 +57,8 @@ def resolve(
     if any(not p.is_meta for p in model.parameters()):
         faults.append("the model is not on the meta device: build it inside dtensor_lm.abstract(lambda: ...)")
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    if not dtypes:
+        faults.append("the model has no parameters: nothing would be trained")
     if dtype is None and len(dtypes) > 1:
         faults.append(f"parameters have several dtypes ({', '.join(dtypes)}): pass dtype=... for all of them")
     elif dtype is None and dtypes and dtypes[0] not in DTYPES:

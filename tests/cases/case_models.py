@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dtensor_lm as dl
 from dtensor_lm.models.llama import Embedding, Head, LlamaConfig
@@ -143,6 +144,47 @@ def is_matrix(name: str) -> bool:
 
 def biased(**changes: int) -> nn.Module:
     return dl.abstract(lambda: Biased(LlamaConfig(**{**TINY, **changes})))
+
+
+class ChunkedLoss(nn.Module):
+    """Logits of two positions at a time, which backward computes again."""
+
+    region = dl.Region(
+        inputs={"x": "batch res embed -> batch seq embed", "labels": "int batch seq"},
+        outputs="+batch +seq =",
+        params={"weight": "vocab embed"},
+        cuts="batch seq",
+    )
+
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(c.vocab, c.embed))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        # The weight is an argument: a module has its parameters while its forward runs, not when it is run again.
+        def loss(x: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+            return F.cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="sum")
+
+        pieces = zip(x.split(2, 1), labels.split(2, 1), strict=True)
+        return sum(checkpoint(loss, *piece, self.weight, use_reentrant=False) for piece in pieces)
+
+
+class Chunked(nn.Module):
+    region = Biased.region
+
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.embed, self.mlp, self.loss = Embedding(c), BiasedMLP(c), ChunkedLoss(c)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.2)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.loss(x + self.mlp(x), labels)
+
+
+def chunked() -> nn.Module:
+    return dl.abstract(lambda: Chunked(LlamaConfig(**TINY)))
 
 
 class Values(nn.Module):

@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from case_models import biased, is_matrix, values_model
+from case_models import Sum, biased, is_matrix, values_model
 from case_runs import Run, Whole, batch_of, step_of, values_of
 
 import dtensor_lm as dl
@@ -129,6 +129,24 @@ def test_matrices_decay_and_nothing_else(run: Run) -> None:
             assert torch.equal(found[name], value), name
 
 
+@pytest.mark.quick
+@pytest.mark.case("NUM-04")
+@pytest.mark.parametrize("run", LAYOUTS, ids=["zero 0", "zero 1", "zero 3", "tp_sp", "tp"])
+def test_a_program_lists_what_decays_by_name(run: Run) -> None:
+    """The same for every layout; `plan` prints it."""
+    program = run.program()
+    found = {p["name"]: p["weight_decay"] for p in program.as_dict()["parameters"]}
+    assert found == {name: is_matrix(name) for name in found}
+    assert len(found) == 2 + 1 + 2 * 17
+    lines = [line.split() for line in str(program).split("\n\n")[1].splitlines()[1:]]
+    shown = {line[0]: "decays" in line for line in lines}
+    assert shown == {name: is_matrix(name) for name in shown}
+    assert {name for name, decays in shown.items() if decays} == {
+        "embed.weight", "head.loss.weight", "layers.*.mlp.up", "layers.*.mlp.down",
+        *(f"layers.*.attention.{n}" for n in ("wq", "wk", "wv", "wo")),
+    }  # fmt: skip
+
+
 # The optimizer and the model have the same parameters (pytorch#149205)
 
 
@@ -182,3 +200,36 @@ def trained_pairs(run: Run) -> bool:
 @pytest.mark.quick
 def test_a_step_has_no_parameters_of_its_own() -> None:
     assert all(Run(Mesh(dp=2), standard(3)).everywhere(trained_pairs))
+
+
+def stale_optimizers(run: Run) -> list[str]:
+    """What is said to an optimizer that already holds parameters, and to a model that has none."""
+    model, said = run.model(), []
+    program = run.program()
+    for parameters in (
+        model.parameters(),
+        [torch.nn.Parameter(torch.ones(1))],
+        locals_of(step_of(run).init().parameters),
+    ):
+        values = list(parameters.values() if isinstance(parameters, dict) else parameters)
+        optimizer = torch.optim.SGD([x.detach().requires_grad_() for x in values], lr=0.1)
+        with pytest.raises(dl.UserError) as error:
+            dl.train_step(program, optimizer, device="cpu")  # type: ignore[arg-type]
+        said.append(str(error.value).splitlines()[-1])
+    return said
+
+
+@pytest.mark.quick
+@pytest.mark.case("NUM-05")
+def test_an_optimizer_that_holds_parameters_is_refused() -> None:
+    """Made before or after the plan is applied: only values of its options are taken, never tensors."""
+    for said in Run(Mesh(dp=2), standard(3)).everywhere(stale_optimizers):
+        assert len(said) == 3
+        assert all(line.endswith("make it with dtensor_lm.adamw(...) or dtensor_lm.sgd(...)") for line in said)
+
+
+@pytest.mark.quick
+@pytest.mark.case("NUM-05")
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(dl.ModelError, match="the model has no parameters"):
+        Run(Mesh(dp=2), ddp(), lambda: dl.abstract(Sum)).program()

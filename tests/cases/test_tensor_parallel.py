@@ -7,9 +7,15 @@ pytorch/pytorch#172932, huggingface/transformers#48307, bigcode-project/Megatron
 
 from __future__ import annotations
 
+import contextlib
+import io
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
-from case_models import BiasedMLP, biased, numbered_model
+from case_models import BiasedMLP, biased, chunked, numbered_model
 from case_runs import (
     Run,
     Whole,
@@ -21,19 +27,24 @@ from case_runs import (
     step_of,
     values_of,
 )
+from expert_models import mixture
 
 import dtensor_lm as dl
-from dtensor_lm import Mesh, Plan, PlanError
+from dtensor_lm import Mesh, Plan, PlanError, commands
+from dtensor_lm.config import CheckConfig
 from dtensor_lm.sharding_plans import standard, tp, tp_sp
 from dtensor_lm.state import local
-from dtensor_lm.testing import check_regions
-from dtensor_lm.testing.equivalence import parts, relative, replicas_equal
+from dtensor_lm.testing import check_regions, equivalence
+from dtensor_lm.testing.assemble import different_copies
+from dtensor_lm.testing.equivalence import parts, relative
+from dtensor_lm.testing.workers import pool
 
 PLANS = {"tp": tp(), "tp_sp": tp_sp()}
 
 
 def test_the_models_of_these_cases_obey_the_law() -> None:
-    assert check_regions(biased(layers=1), ks=(2,)).ok
+    for model in (biased(layers=1), mixture()):
+        assert check_regions(model, ks=(2,)).ok
 
 
 # Norm weights, whole on every rank, of which each rank sees a part of the sequence (Megatron-LM#1446)
@@ -51,10 +62,10 @@ def norms_after_20_steps(run: Run, values: Whole) -> tuple[list[str], list[str],
     missing = min(relative(partial[n], reduced[n]) for n in reduced if "norm" in n)
     for i in range(20):
         state, _ = step(state, parts(step.program, batch_of([8, 5], seed=i), step.device))
-    apart = replicas_equal(state, step.program)
+    apart = different_copies(state, step.program)
     if torch.distributed.get_rank() == 1:
         local(state.parameters["head.norm.weight"])[3] += 1e-3
-    return apart, replicas_equal(state, step.program), missing
+    return apart, different_copies(state, step.program), missing
 
 
 @pytest.mark.case("TP-01")
@@ -62,10 +73,36 @@ def norms_after_20_steps(run: Run, values: Whole) -> tuple[list[str], list[str],
 def test_norms_under_sequence_parallelism(ranks: int) -> None:
     """Pre-norms, norms of q and k, and the final norm."""
     run = Run(Mesh(tp=ranks), tp_sp(), biased, dtype="float32")
+    exact, batch, values = replace(run, dtype="float64"), batch_of([8, 5]), values_of(run)
+    assert_gradients(agreed(exact, batch, values), *one_device(exact, values).gradients(batch))
     for apart, forced, missing in run.everywhere(norms_after_20_steps, values_of(run)):
         assert apart == []
         assert forced == ["head.norm.weight"]
         assert missing > 0.05
+
+
+def check_with_a_copy_changed(config: CheckConfig) -> tuple[int, str]:
+    """Exit code and output of `check` where rank 1 changes its copy of a norm after the steps."""
+    train, text = equivalence._train, io.StringIO()
+
+    def changed(*arguments: Any) -> Any:
+        state = train(*arguments)
+        if torch.distributed.get_rank() == 1:
+            local(state.parameters["head.norm.weight"])[3] += 1e-13
+        return state
+
+    with mock.patch.object(equivalence, "_train", changed), contextlib.redirect_stdout(text):
+        return commands.check(config), text.getvalue()
+
+
+@pytest.mark.case("TP-01")
+def test_check_reports_copies_that_differ() -> None:
+    """Also where the difference is far below the tolerance of the comparison."""
+    config = CheckConfig(mesh="tp=2", layers=1, seq=16, batch=2, steps=1)
+    (code, text), (other, nothing) = pool(2).run(check_with_a_copy_changed, config)
+    assert (code, other, nothing) == (1, 1, "")
+    assert text.startswith("NOT equal to one device within 1e-10: tiny on mesh tp=2\n")
+    assert "copies of head.norm.weight differ between ranks" in text
 
 
 # A bias of 1.0 on a linear that is cut over its inputs (text-generation-inference#1036)
@@ -96,6 +133,18 @@ def test_a_bias_inside_of_a_sum_with_shards(plan: Plan) -> None:
     assert_equals_one_device(run, [batch_of([8, 5])] * 2, values_of(run))
 
 
+@pytest.mark.case("TP-02")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("cut", [{"ffn": "tp"}, {"ffn": "tp", "res": "tp"}, {"expert": "tp"}], ids=str)
+def test_biases_of_experts_count_once(ranks: int, cut: dict[str, str]) -> None:
+    """Experts whose width is cut, with sequence parallelism too, and experts that lie on different ranks."""
+    run = Run(Mesh(tp=ranks), Plan(cut), mixture)
+    values, batch = values_of(run), batch_of([8, 5])
+    values["experts.down_bias"] = torch.ones_like(values["experts.down_bias"])
+    assert_gradients(agreed(run, batch, values), *one_device(run, values).gradients(batch))
+    assert_equals_one_device(run, [batch], values)
+
+
 # Local computations (torchtitan#1805, pytorch#172932)
 
 
@@ -117,6 +166,13 @@ def test_a_whole_parameter_in_a_computation_of_the_part() -> None:
 def test_a_backward_written_by_hand(plan: Plan) -> None:
     mesh = Mesh(dp=2, tp=2) if "batch" in plan.compute else Mesh(tp=4)
     assert_equals_one_device(Run(mesh, plan, biased), [batch_of([8, 5])] * 2)
+
+
+@pytest.mark.case("TP-03")
+@pytest.mark.parametrize("plan", [Plan({"res": "tp"}), Plan({"seq": "tp", "res": "tp"})], ids=["whole", "cut"])
+def test_a_loss_in_chunks(plan: Plan) -> None:
+    """Plain PyTorch that knows nothing of layouts: logits of two positions at a time, computed again in backward."""
+    assert_equals_one_device(Run(Mesh(tp=4), plan, chunked), [batch_of([8, 5])] * 2)
 
 
 @pytest.mark.case("TP-03")

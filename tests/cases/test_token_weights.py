@@ -26,7 +26,7 @@ from case_runs import (
 )
 
 import dtensor_lm as dl
-from dtensor_lm import Mesh
+from dtensor_lm import Mesh, Plan
 from dtensor_lm.data import evaluation_batches
 from dtensor_lm.ops.cross_entropy import IGNORE
 from dtensor_lm.sharding_plans import ddp, standard
@@ -122,6 +122,7 @@ def test_evaluation_is_one_number_on_every_layout(sequences: int) -> None:
         *(Run(Mesh(dp=2), ddp(), batch=b) for b in (2, 4)),
         *(Run(Mesh(dp=n), standard(3), batch=n) for n in (2, 4)),
         Run(Mesh(dp=2, tp=2), batch=2),
+        Run(Mesh(cp=2), Plan({"seq": "cp", "res": "cp"}), batch=2),  # whole keys and values, parts of the queries
     ]
     values = values_of(layouts[0])
     every = evaluation_batches(Text(), batch=sequences, seq=8, sequences=sequences).rows(0, range(sequences))

@@ -11,7 +11,17 @@ import math
 import pytest
 import torch
 from case_models import tiny
-from case_runs import Run, agreed, assert_equals_one_device, assert_gradients, batch_of, one_device, step_of, values_of
+from case_runs import (
+    Run,
+    agreed,
+    assert_equals_one_device,
+    assert_gradients,
+    batch_of,
+    one_device,
+    refused,
+    step_of,
+    values_of,
+)
 
 import dtensor_lm as dl
 from dtensor_lm import Mesh, Plan, PlanError
@@ -61,12 +71,28 @@ def test_smoothing_and_z_loss_count(options: dict[str, float]) -> None:
 @pytest.mark.case("LOSS-06")
 @pytest.mark.quick
 @pytest.mark.parametrize("head", HEAD)
-def test_uniform_logits_cost_ln_32(head: str) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_uniform_logits_cost_ln_32(ranks: int, head: str) -> None:
     """Not ln 32 + ln tp, nor ln(32 / tp): logits are either cut or whole, and the loss knows which."""
-    run = Run(Mesh(tp=2), HEAD[head])
+    run = Run(Mesh(tp=ranks), HEAD[head])
     values = values_of(run)
     values["head.loss.weight"].zero_()
     assert agreed(run, batch_of([8, 5]), values).loss == pytest.approx(math.log(32), rel=1e-15)
+
+
+@pytest.mark.quick
+@pytest.mark.case("LOSS-06")
+def test_what_the_loss_cannot_do_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PlanError, match=r"needs embed whole, but the plan cuts it by axis tp: embed -> \(\)"):
+        Run(Mesh(tp=2), Plan({"embed": "tp"})).program()
+    with pytest.raises(dl.UserError, match=r"it has no logit_softcap; it has vocab, .*label_smoothing, z_loss"):
+        tiny(logit_softcap=30.0)
+    for command in ("plan", "check", "train"):
+        said = refused([command, "--label-smooth", "0.1", "--z-loss", "-1"], capsys, monkeypatch)
+        assert "  - --label-smooth: unknown option (did you mean --label-smoothing?)\n" in said
+        assert "  - z_loss is -1.0: must be 0 or more\n" in said
 
 
 # Sizes that the ranks do not divide (Megatron-LM#1754)
@@ -126,4 +152,7 @@ def test_shards_of_any_vocabulary(storage: str, vocab: int, ranks: int, tied: bo
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_30_rows_on_2_ranks(tied: bool, plan: Plan) -> None:
     run = Run(Mesh(tp=2), plan, changes={"vocab": 30, "tied": tied})
-    assert_equals_one_device(run, [batch_of([8, 5], vocab=30)] * 2, values_of(run))
+    values, batch = values_of(run), batch_of([8, 5], vocab=30)
+    assert_equals_one_device(run, [batch] * 2, values)
+    values["embed.weight" if tied else "head.loss.weight"].zero_()
+    assert agreed(run, batch, values).loss == pytest.approx(math.log(30), rel=1e-15)
