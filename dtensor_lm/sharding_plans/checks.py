@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -79,7 +80,7 @@ class Checks:
                 self.add(
                     "",
                     f"{'/'.join(tables)}: the model has no dimension called {name!r}"
-                    f"{nearest(name, self.known)}; it has {', '.join(sorted(self.known))}",
+                    f"{nearest(name, self.known)}{self._parameter_like(name)}; it has {', '.join(sorted(self.known))}",
                 )
             elif name not in self.stored and tables != ["compute"]:
                 rows = "/".join(table for table in tables if table != "compute")
@@ -88,6 +89,19 @@ class Checks:
                     f"{rows}: no parameter has the dimension {name!r}; "
                     f"parameters have {', '.join(sorted(self.stored))}",
                 )
+
+    def _parameter_like(self, name: str) -> str:
+        """For the name of a parameter or module: that plans name dims, and those of the parameter nearest to it."""
+        dims = {}
+        for use in self.trace.uses:
+            path = generic(f"{use.region}.{use.local}".lstrip("."))
+            dims[path] = " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in use.spec.dims)
+        parts = {part for path in dims for part in path.split(".")}
+        if not parts.intersection(name.split(".")) and "." not in name and "*" not in name:
+            return ""
+        inside = [path for path in dims if f".{generic(name)}." in f".{path}."]
+        near = inside or difflib.get_close_matches(generic(name), dims, n=1, cutoff=0.0)
+        return f": a plan names dimensions of tensors, and {near[0]} has {dims[near[0]] or 'none'}"
 
     def _idle_axes(self) -> None:
         planned = {a for table in TABLES for name in self.plan.names for a in self.plan.axes(table, name)}
@@ -103,7 +117,7 @@ class Checks:
                     what, instead = NOT_BUILT[axis]
                     self.add("", f"axis {axis}={self.mesh[axis]}: {what} is not built yet: {instead}")
                     continue
-                near = nearest(axis, planned - set(self.mesh))
+                near = "" if axis in planned else nearest(axis, planned - set(self.mesh))
                 self.add(
                     "",
                     f"axis {axis}={self.mesh[axis]} shards nothing{near}: "

@@ -11,6 +11,8 @@ from dtensor_lm.errors import PlanError, nearest
 Axes = tuple[str, ...]
 TABLES = ("compute", "storage", "gradients", "optimizer")
 _WORD = re.compile(r"[a-z_][a-z0-9_]*\Z")
+# A path or pattern of parameters, as other libraries take them: no model has such a dimension, and resolve says so.
+_PATH = re.compile(r"[\w*]+(\.[\w*]+)*\Z")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Plan:
             rows = {}
             for name, axes in dict(getattr(self, table)).items():
                 row = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
-                if not all(_is_word(word) for word in (name, *row)):
+                if not (isinstance(name, str) and _PATH.match(name) and all(map(_is_word, row))):
                     faults.append(
                         f"{table}: {name!r} -> {axes!r} is not a name and its axes, such as embed: "
                         "fsdp, or a "
