@@ -75,6 +75,8 @@ def test_what_a_plan_gathers_is_in_the_program() -> None:
     def gathered(name: str) -> set[str]:
         return {c.where for c in RUNS[name].program().collectives if (c.op, c.phase) == ("all_gather", "forward")}
 
+    shown = [" ".join(line.split()) for line in str(RUNS["head gathers"].program()).splitlines()]
+    assert "forward all_gather @tp 1 x 12.0 KiB head: parameters (float64)" in shown  # its module and its size
     assert "head: parameters" in gathered("head gathers") - gathered("tp_sp")
     assert "layers.0: parameters" in gathered("zero 3") - gathered("tp")
     assert "layers.0.attention: x" in gathered("tp_sp") - gathered("tp")
