@@ -9,6 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import pytest
+import torch
+
+# Tensors of tests are tiny, and workers are busy beside this process: threads that spin would cost more than all else.
+torch.set_num_threads(1)
 
 Reports = Mapping[str, Sequence[pytest.TestReport]]  # by outcome: passed, failed, error, skipped
 Section = tuple[str, list[str]] | None
