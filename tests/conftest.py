@@ -5,11 +5,18 @@ A section is a function from the reports of a run to (title, lines), or None whe
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same cases in every run; `--hypothesis-profile=deep` draws ten times as many, new ones each time.
+settings.register_profile("project", derandomize=True, database=None, print_blob=True)
+settings.register_profile("deep", max_examples=1000, derandomize=False, print_blob=True)
+settings.load_profile("project")
 
 # Tensors of tests are tiny, and workers are busy beside this process: threads that spin would cost more than all else.
 torch.set_num_threads(1)
@@ -27,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     names = ("passed", "failed", "error", "skipped")
     reports = {name: terminalreporter.stats.get(name, []) for name in names}
-    for section in (cases(reports),):
+    for section in (cases(reports), combinations(reports)):
         if section is not None:
             title, lines = section
             terminalreporter.section(title, sep="-")
@@ -53,3 +60,17 @@ def cases(reports: Reports) -> Section:
         others.append(f"{name}: {counts[name]['passed']} passed{skipped}")
     lines += ["   ".join(others[i : i + 5]) for i in range(0, len(others), 5)]
     return f"cases that other systems failed: {len(counts) - len(failed)} pass, {len(failed)} fail", lines
+
+
+def combinations(reports: Reports) -> Section:
+    """How often generated cases had axes that do what; axes are joined by x, what one axis does by +."""
+    counts: Counter[str] = Counter()
+    for found in reports.values():
+        for report in found:
+            for key, text in getattr(report, "user_properties", ()):
+                if key == "combinations":
+                    counts.update(json.loads(text))
+    if not counts:
+        return None
+    lines = [f"{count:5}  {name}" for name, count in counts.most_common()]
+    return f"generated comparisons: {counts.total()} of {len(counts)} combinations of axes", lines
