@@ -718,3 +718,52 @@ def test_how_a_program_is_printed() -> None:
     alone = str(dl.resolve(tiny(), standard(), Mesh()))
     assert "on one process, float32" in alone
     assert alone.count("  none") == 2
+
+
+class Scale(nn.Module):
+    region = Region({"x": "batch res embed"}, "batch res embed", {"scale": "embed"}, "batch res")
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Wide(Scale):
+    region = Region(
+        {"x": "batch res embed -> batch seq embed"},
+        "batch seq embed +ffn -> batch res embed",
+        {"scale": "embed", "up.weight": "ffn embed", "down.weight": "embed ffn"},
+        "batch seq ffn",
+    )
+
+    def __init__(self, scale: nn.Parameter) -> None:
+        super().__init__(scale)
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x * self.scale))
+
+
+class TwoUses(nn.Module):
+    region = Region({"ids": "int batch seq"}, "+batch +seq =", {"table": "vocab embed"}, "batch seq res seq+res")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, shared = nn.Parameter(torch.zeros(32, 8)), nn.Parameter(torch.zeros(8))
+        self.narrow, self.wide = Scale(shared), Wide(shared)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.wide(self.narrow(F.embedding(ids, self.table))).sum()
+
+
+def test_a_parameter_of_two_regions_is_reduced_once() -> None:
+    """Its home is R on the axis that only its second use knows; the first use gives one addend on the first rank."""
+    program = dl.resolve(dl.abstract(TwoUses), Plan({"ffn": "tp"}), Mesh(tp=2), batch=2, seq=4)
+    assert layouts(program, "storage", "narrow.scale") == ["f32[embed=8] R:tp"]
+    uses = {e.region: [str(step) for step in e.steps] for e in program.edges if e.parameter == "narrow.scale"}
+    assert uses == {"narrow": ["R>I@tp nothing / keep_first"], "wide": []}
+    reduced = [(c.where, c.count) for c in program.collectives if c.op == "all_reduce" and c.bytes == 8 * 4]
+    assert reduced == [("gradients", 1)]
