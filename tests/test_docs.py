@@ -104,6 +104,7 @@ def matches(expected: str, real: str, exact: bool) -> bool:
 def run(command: str | list[str], folder: Path, seconds: float) -> tuple[int, str, str]:
     """Exit code, stdout and stderr; at the limit everything that the command started is killed."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment.setdefault("OMP_NUM_THREADS", "1")  # more of them wait for each other where other tests run too
     process = subprocess.Popen(
         command, shell=isinstance(command, str), cwd=folder, env=environment, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,

@@ -22,8 +22,11 @@ pytestmark = [pytest.mark.timeout(90), pytest.mark.skipif(sys.platform != "linux
 
 _SCRIPT = """
 import os, signal, sys, time
+from dtensor_lm import launch as launching
 from dtensor_lm.errors import ConfigError, UserError
 from dtensor_lm.launch import launch
+
+launching.GRACE_AFTER_SIGNAL_SECONDS = 2  # instead of 8: the time of workers that ignore SIGTERM
 
 def work(how: str):
     import torch, torch.distributed as dist

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from dtensor_lm import commands
 from dtensor_lm.cli import main
+from dtensor_lm.config import CheckConfig
+from dtensor_lm.testing import equivalence
+from dtensor_lm.testing.workers import pool
 
-SMALL = ["--steps", "5", "--batch", "16", "--seq", "32", "--layers", "2", "--evaluation.sequences", "5"]
+SMALL = ["--steps", "5", "--batch", "16", "--seq", "32", "--layers", "1", "--evaluation.sequences", "5"]
 
 
 def command(*options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "dtensor_lm", *options]
     return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=100)
+
+
+def here(folder: str, *options: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command in a worker: without the time that a new process takes."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        return main([*options]), out.getvalue(), err.getvalue()
 
 
 def train(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
@@ -65,33 +79,34 @@ def test_losses_of_a_mesh_are_those_of_one_process(
 
 
 def test_a_run_of_the_dumped_configuration_is_the_same(folder: Path, one: list[dict[str, float]]) -> None:
-    ran = command("train", "--config", "one/config.yaml", "--run-dir", "again", cwd=folder)
-    assert ran.returncode == 0, ran.stderr
+    code, _, err = pool(1).run(here, str(folder), "train", "--config", "one/config.yaml", "--run-dir", "again")[0]
+    assert code == 0, err
     again = [json.loads(line) for line in (folder / "again" / "metrics.jsonl").read_text().splitlines()]
     assert [r["loss"] for r in again] == [r["loss"] for r in one]
 
 
 def test_an_earlier_run_is_not_written_over(folder: Path, one: list[dict[str, float]]) -> None:
     before = (folder / "one" / "metrics.jsonl").read_bytes()
-    ran = command("train", *SMALL, "--run-dir", "one", cwd=folder)
-    assert ran.returncode == 2
-    assert ran.stderr == ("error: --run-dir one holds an earlier run: choose another folder, or remove it first\n")
+    code, out, err = pool(1).run(here, str(folder), "train", *SMALL, "--run-dir", "one")[0]
+    assert (code, out) == (2, "")
+    assert err == "error: --run-dir one holds an earlier run: choose another folder, or remove it first\n"
     assert (folder / "one" / "metrics.jsonl").read_bytes() == before
 
 
 def test_json_is_one_object(folder: Path) -> None:
-    ran = command("train", *SMALL, "--json", "--run-dir", "json", "--sample.tokens", "0", cwd=folder)
-    assert ran.returncode == 0
-    assert json.loads(ran.stdout)["step"] == 5 and json.loads(ran.stdout)["run_dir"] == "json"
+    options = ["train", *SMALL, "--json", "--run-dir", "json", "--sample.tokens", "0"]
+    code, out, _ = pool(1).run(here, str(folder), *options)[0]
+    assert code == 0
+    assert json.loads(out)["step"] == 5 and json.loads(out)["run_dir"] == "json"
 
 
 def test_a_run_that_is_not_finite_stops(folder: Path) -> None:
-    ran = command(
-        "train", *SMALL, "--optimizer.name", "sgd", "--optimizer.lr", "1e30", "--optimizer.clip-norm", "0",
-        "--run-dir", "nan", cwd=folder,
-    )  # fmt: skip
-    assert ran.returncode == 1
-    assert "not finite" in ran.stderr and "Traceback" not in ran.stderr
+    code, _, err = pool(1).run(
+        here, str(folder), "train", *SMALL, "--optimizer.name", "sgd", "--optimizer.lr", "1e30",
+        "--optimizer.clip-norm", "0", "--run-dir", "nan",
+    )[0]  # fmt: skip
+    assert code == 1
+    assert "not finite" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -137,13 +152,13 @@ def test_the_front_door_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=20).returncode == 0
 
 
-def test_check_says_no_with_exit_code_1(folder: Path) -> None:
+def check_that_is_too_strict() -> int:
+    compare = equivalence.compare
+    strict = lambda program, **more: compare(program, **{**more, "tolerance": 1e-10})  # noqa: E731
+    with mock.patch.object(equivalence, "compare", strict):
+        return commands.check(CheckConfig(dtype="bfloat16", layers=1, seq=16))
+
+
+def test_check_says_no_with_exit_code_1() -> None:
     """bfloat16 is not float64: forced to float64's tolerance, the check must fail."""
-    code = (
-        "import sys\nfrom dtensor_lm import commands\n"
-        "from dtensor_lm.testing import equivalence\nfrom dtensor_lm.config import CheckConfig\n"
-        "original = equivalence.compare\n"
-        "equivalence.compare = lambda program, **more: original(program, **{**more, 'tolerance': 1e-10})\n"
-        "sys.exit(commands.check(CheckConfig(dtype='bfloat16', layers=1, seq=16)))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 1
+    assert pool(1).run(check_that_is_too_strict) == [1]
