@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import cases
 
 pytestmark = pytest.mark.quick
 
@@ -64,7 +63,11 @@ def test_marks_are_read_from_the_source() -> None:
         marked("pytest.mark.case(NAME)")
 
 
-def test_the_summary_shows_failures_first() -> None:
+def test_the_summary_shows_failures_first(pytestconfig: pytest.Config) -> None:
+    plugin = pytestconfig.pluginmanager.get_plugin(str(Path(__file__).parents[1] / "conftest.py"))
+    assert plugin is not None
+    cases = plugin.cases
+
     def report(*names: str) -> SimpleNamespace:
         return SimpleNamespace(user_properties=[("case", name) for name in names])
 
@@ -74,11 +77,11 @@ def test_the_summary_shows_failures_first() -> None:
         "error": [report("D-01")],
         "skipped": [report("A-01")],
     }
-    title, lines = cases(reports)  # type: ignore[arg-type, misc]
+    title, lines = cases(reports)
     assert title.endswith("2 pass, 2 fail")
     assert lines == [
         "FAILED C-01: 1 failed, 1 passed",
         "FAILED D-01: 1 failed, 0 passed",
         "A-01: 2 passed (1 skipped)   B-01: 1 passed",
     ]
-    assert cases({"passed": [report()]}) is None  # type: ignore[dict-item, list-item]
+    assert cases({"passed": [report()]}) is None
