@@ -1,4 +1,4 @@
-"""Proofs for models and plans: the law of regions, and workers to try things out with."""
+"""Proofs for models and plans: the law of regions, comparisons with one device, and workers to try things out with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _WHERE = {
+    "Case": "case",
+    "assert_case": "shrink",
     "assert_equivalent": "local",
     "check_regions": "regions",
     "pool": "workers",
@@ -14,11 +16,13 @@ _WHERE = {
 }
 
 if TYPE_CHECKING:
+    from dtensor_lm.testing.case import Case
     from dtensor_lm.testing.local import assert_equivalent
     from dtensor_lm.testing.regions import Report, Violation, check_regions
+    from dtensor_lm.testing.shrink import assert_case
     from dtensor_lm.testing.workers import pool
 
-__all__ = ["Report", "Violation", "assert_equivalent", "check_regions", "pool"]
+__all__ = ["Case", "Report", "Violation", "assert_case", "assert_equivalent", "check_regions", "pool"]
 
 
 def __getattr__(name: str) -> Any:

@@ -92,8 +92,7 @@ def check_regions(
 
     The model is copied; the copy is float64 on the CPU, in training mode, and all its parameters are random
     (zeros and ones of initial values hide faults). All parts of a region are in memory at once: take a narrow
-    model of the same code. Dropout must be off: a part draws other numbers than the whole. Equal layers are
-    checked once.
+    model of the same code. Dropout by `random` inputs is on. Equal layers are checked once.
 
     batch: inputs of the model by name; without it they are random, with `sizes` of names (batch 6, seq 12).
     ks: numbers of parts (2, 3 and the largest up to 64); those that do not divide a cut are left out.
