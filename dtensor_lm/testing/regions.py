@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,14 +105,26 @@ def check_regions(
     arguments = batch if batch is not None else random_batch(model, sizes or {}, generator)
     arguments = {n: x.cpu().double() if x.is_floating_point() else x.cpu() for n, x in arguments.items()}
     report, seen = Report(), dict[Any, str]()
-    for call in record(model, arguments):
-        other = seen.get(call.key())
-        if other is None:
-            seen[call.key()] = call.path
-            _check(Piece(call, generator), report, ks)
-        elif other != call.path:
-            report.same[call.path] = other
+    with _one_thread():
+        for call in record(model, arguments):
+            other = seen.get(call.key())
+            if other is None:
+                seen[call.key()] = call.path
+                _check(Piece(call, generator), report, ks)
+            elif other != call.path:
+                report.same[call.path] = other
     return report
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thousands of small operators: threads that wait for each other cost more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check(piece: Piece, report: Report, ks: Sequence[int] | None) -> None:
