@@ -17,6 +17,8 @@ commands:
                                         dtensor-lm plan --model llama3-405b --mesh fsdp=128,tp=8
   check    prove that a mesh computes the same as one device:
                                         dtensor-lm check --mesh dp=2,fsdp=2,tp=2
+           or that the signatures of a model are right:
+                                        dtensor-lm check --regions --model my_model:build
 
 `dtensor-lm COMMAND --help` lists the options. `--config FILE.yaml` reads them from a file.
 Exit codes: 0 done, 1 a check said no or the run failed, 2 bad input.
@@ -79,6 +81,11 @@ def _check(argv: list[str]) -> int:
     from dtensor_lm.config import CheckConfig, parse
 
     config = parse(CheckConfig, argv, "dtensor-lm check", "Compare a mesh with one device, numerically.")
+    if config.regions:
+        _prepare("")
+        from dtensor_lm.regions_command import check_regions
+
+        return check_regions(config)
     return _launch(config, "check")
 
 

@@ -27,7 +27,7 @@ class ProgramConfig:
     """What plan, check and train share: the model, the mesh and how one step is divided."""
 
     model: str = "tiny"
-    """Name of the model."""
+    """Name of the model, or package.module:function that returns one of your own."""
     mesh: str = ""
     """Axes and sizes, such as fsdp=2,tp=4; empty is one process."""
     plan: str = "standard"
@@ -76,6 +76,8 @@ class CheckConfig(ProgramConfig):
     """Type of the computation; float64 tells a wrong gradient from rounding."""
     steps: int = 3
     """SGD steps that are compared with one process."""
+    regions: bool = False
+    """Check the signatures of the model instead, in one process: each declared cut, region by region."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +218,11 @@ def _range_faults(config: ProgramConfig) -> list[tuple[str, str]]:
         near = " or ".join(map(str, lower[-1:] + upper[:1]))
         text = f"micro_batches is {parts}: must divide batch {batch}; nearest: {near}"
         faults.append(("micro_batches", text))
-    return faults + (_idle_options(config) if isinstance(config, TrainConfig) else [])
+    if isinstance(config, TrainConfig):
+        faults += _idle_options(config)
+    if isinstance(config, CheckConfig) and config.regions:
+        faults += _idle_with_regions(config)
+    return faults
 
 
 def _idle_options(config: TrainConfig) -> list[tuple[str, str]]:
@@ -232,6 +238,22 @@ def _idle_options(config: TrainConfig) -> list[tuple[str, str]]:
         text = f"schedule.decay_steps is of the schedule wsd; {schedule.kind} does not use it"
         faults.append(("schedule.decay_steps", text))
     return faults
+
+
+def _idle_with_regions(config: CheckConfig) -> list[tuple[str, str]]:
+    """Options of the comparison with one device, which a check of signatures would not use."""
+    reasons = {
+        **dict.fromkeys(("mesh", "plan", "zero", "sequence_parallel"), "it runs in one process, without mesh or plan"),
+        "dtype": "it computes in float64",
+        "micro_batches": "its batch is one",
+        "steps": "it trains nothing",
+    }
+    plain = CheckConfig()
+    return [
+        (place, f"{place} would do nothing: the check of regions is on, and {reason}")
+        for place, reason in reasons.items()
+        if getattr(config, place) != getattr(plain, place)
+    ]
 
 
 def parse(kind: type[Config], argv: list[str], prog: str, description: str) -> Config:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
+from torch import nn
 
 from dtensor_lm import models
 from dtensor_lm.config import CheckConfig, ProgramConfig, TrainConfig
 from dtensor_lm.errors import ConfigError, UserError, nearest
+from dtensor_lm.initial_values import abstract
 from dtensor_lm.mesh import Mesh
+from dtensor_lm.models.narrow import narrow, sizes
+from dtensor_lm.models.own import own
+from dtensor_lm.region import signature
 from dtensor_lm.sharding_plans import NAMED, Plan, named, standard
 from dtensor_lm.sharding_plans.plan_file import read_plan
 from dtensor_lm.sharding_plans.program import Program
@@ -43,18 +49,48 @@ def plan_of(config: ProgramConfig) -> Plan:
     return read_plan(config.plan)
 
 
+def _changes(config: ProgramConfig) -> dict[str, Any]:
+    """What options say of a model's shape, where they say something."""
+    named = {"layers": config.layers, "tied": config.tied}
+    losses = {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss}
+    return {n: v for n, v in named.items() if v is not None} | {n: v for n, v in losses.items() if v}
+
+
+def is_own(config: ProgramConfig) -> bool:
+    """Whether the model is named by its place, `package.module:function`."""
+    return ":" in config.model
+
+
+def model_of(config: ProgramConfig) -> nn.Module:
+    """The model, on the meta device."""
+    sequence = {} if config.seq is None else {"seq": config.seq}
+    if is_own(config):
+        return own(config.model, _changes(config), sequence)
+    return models.build(config.model, **_changes(config), **sequence)
+
+
+def narrow_model_of(config: ProgramConfig) -> tuple[nn.Module, dict[str, Any]]:
+    """A narrow model of the same code and switches, and its sizes.
+
+    A model of one's own is as wide as its function makes it, and says nothing of its sizes.
+    """
+    if is_own(config):
+        return model_of(config), {}
+    given = {n: v for n, v in (("layers", config.layers), ("seq", config.seq)) if v is not None}
+    shape = narrow(models.config(config.model, **_changes(config)), **given)
+    return abstract(lambda: models.FAMILIES[type(shape)](shape)), sizes(shape)
+
+
 def program_of(config: ProgramConfig) -> Program:
     """The Program of a command. Raises the faults of model, plan and mesh together where they are independent."""
     mesh = Mesh.parse(config.mesh)
     faults: list[UserError] = []
-    changes = {"layers": config.layers, "tied": config.tied, "seq": config.seq}
-    given = {name: value for name, value in changes.items() if value is not None}
     try:
         plan = plan_of(config)
     except UserError as error:
         faults.append(error)
     try:
-        model = models.build(config.model, **given, label_smoothing=config.label_smoothing, z_loss=config.z_loss)
+        model = model_of(config)
         model.to(getattr(torch, config.dtype))
     except UserError as error:
         faults.append(error)
@@ -63,13 +99,34 @@ def program_of(config: ProgramConfig) -> Program:
     if faults:
         raise ConfigError("plan and model cannot be used:", [str(f) for f in faults])
     batch, seq = config.batch, config.seq
+    known = getattr(getattr(model, "config", None), "seq", None)
     if isinstance(config, CheckConfig):
         ranks = mesh.product(plan.axes("compute", "batch"))
         batch = batch or 2 * ranks * config.micro_batches
-        seq = seq or min(64, getattr(model.config, "seq", 64))
+        seq = seq or min(64, known or 64)
+    elif seq is None and known is None:
+        raise ConfigError(
+            f"--seq is missing: --model {config.model} does not say how long its sequences are (config.seq)"
+        )
     decay = config.optimizer.decay if isinstance(config, TrainConfig) else "matrices"
-    return resolve(model, plan, mesh, batch=batch, seq=seq, micro_batches=config.micro_batches,
-                   dtype=config.dtype, decay=decay)  # fmt: skip
+    program = resolve(model, plan, mesh, batch=batch, seq=seq, micro_batches=config.micro_batches,
+                      dtype=config.dtype, decay=decay)  # fmt: skip
+    if isinstance(config, CheckConfig | TrainConfig):
+        _check_batches(config, program)
+    return program
+
+
+def _check_batches(config: ProgramConfig, program: Program) -> None:
+    """Refuses a model that the batches of `check` and `train` do not fit."""
+    faults = []
+    if program.inputs.keys() != {"tokens", "labels"}:
+        faults.append(f"its inputs are {', '.join(program.inputs)}: batches have tokens and labels")
+    if not signature(program.model).single or program.output.shape:
+        faults.append("it does not return one scalar: return the sum of the loss over tokens, '+batch +seq ='")
+    if "vocab" not in program.sizes:
+        faults.append("no dim is called vocab: give the table's rows this name, so that token ids are known to fit")
+    if faults:
+        raise ConfigError(f"--model {config.model} cannot be run on text:", faults)
 
 
 def check_local(mesh: Mesh, launched: bool, device: str = "auto") -> None:

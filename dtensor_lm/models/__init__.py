@@ -43,12 +43,13 @@ def config(name: str, **changes: Any) -> Config:
     Raises `ConfigError` for an unknown name, and for a field that the family does not have.
     """
     if name not in SHAPES:
-        raise ConfigError(f"unknown model {name!r}{nearest(name, SHAPES)}; known: {', '.join(SHAPES)}")
-    known = [f.name for f in fields(SHAPES[name])]
-    if unknown := [field for field in changes if field not in known]:
+        known = f"{', '.join(SHAPES)}; or one of your own: package.module:function"
+        raise ConfigError(f"unknown model {name!r}{nearest(name, SHAPES)}; known: {known}")
+    names = [f.name for f in fields(SHAPES[name])]
+    if unknown := [field for field in changes if field not in names]:
         raise ConfigError(
             f"model {name!r} cannot be changed so:",
-            [f"it has no {field}{nearest(field, known)}; it has {', '.join(known)}" for field in unknown],
+            [f"it has no {field}{nearest(field, names)}; it has {', '.join(names)}" for field in unknown],
         )
     return replace(SHAPES[name], **changes)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from dtensor_lm.ops.embedding import check_ids
 from dtensor_lm.ops.parts import Parts, Whole
+from dtensor_lm.region import Region
 
 IGNORE = -100
 
@@ -84,3 +88,38 @@ class _CrossEntropy(torch.autograd.Function):
         hit = -(1 - smoothing) * scale * mine.to(grad.dtype)
         grad.scatter_add_(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
         return grad.to(dtype), None, None, None, None, None, None
+
+
+class VocabularyLoss(nn.Module):
+    """`nn.Linear(embed, vocab, bias=False)` and its cross-entropy in one region, so that logits are never whole.
+
+    x (batch, seq, embed), labels (batch, seq) int64 with -100 masked -> the sum of the loss over tokens, a scalar;
+    without labels the logits. Smoothing and z-loss, as in `cross_entropy`, are of training only.
+    """
+
+    region = Region(
+        inputs={
+            "x": "batch res embed -> batch seq embed",
+            "labels": "int batch seq",
+            "index": "index vocab",
+            "parts": "reduce vocab",
+        },
+        outputs="+batch +seq =",
+        params={"weight": "vocab embed"},
+        cuts="batch seq vocab",
+    )
+
+    def __init__(self, vocab: int, embed: int, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self.vocab, self.label_smoothing, self.z_loss = vocab, label_smoothing, z_loss
+        self.weight = nn.Parameter(torch.empty(vocab, embed))
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear
+
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, index: Tensor | None = None, parts: Parts | None = None
+    ) -> Tensor:
+        logits = F.linear(x, self.weight)
+        if labels is None:
+            return logits
+        smoothing, z = (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
+        return cross_entropy(logits, labels, self.vocab, index, parts, smoothing, z)

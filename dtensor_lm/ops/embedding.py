@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from dtensor_lm.region import Region
 
 
 def check_ids(ids: Tensor, vocab: int, what: str) -> None:
@@ -32,3 +34,23 @@ def embedding(ids: Tensor, weight: Tensor, vocab: int, index: Tensor | None = No
     local = ids - index[0]
     mine = (local >= 0) & (local < len(index))
     return F.embedding(local.where(mine, 0), weight) * mine.unsqueeze(-1).to(weight.dtype)
+
+
+class Embedding(nn.Module):
+    """`nn.Embedding` with names: ids (batch, seq) int64 -> (batch, seq, embed); its rows may be cut."""
+
+    region = Region(
+        inputs={"ids": "int batch seq", "index": "index vocab"},
+        outputs="batch seq embed +vocab -> batch res embed",
+        params={"weight": "vocab embed"},
+        cuts="batch seq vocab",
+    )
+
+    def __init__(self, vocab: int, embed: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+        self.weight = nn.Parameter(torch.empty(vocab, embed))
+        nn.init.normal_(self.weight)
+
+    def forward(self, ids: Tensor, index: Tensor | None = None) -> Tensor:
+        return embedding(ids, self.weight, self.vocab, index)

@@ -21,7 +21,7 @@ from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.training import schedule
 from dtensor_lm.training.feed import Feed
 from dtensor_lm.training.optimizer import SGD, AdamW, Optimizer
-from dtensor_lm.training.sample import sample
+from dtensor_lm.training.sample import no_sample, sample
 from dtensor_lm.training.step import TrainStep, train_step
 
 
@@ -63,9 +63,8 @@ class Folder:
     """The run folder, written by rank 0 alone: config.yaml, metrics.jsonl, sample.txt."""
 
     def __init__(self, config: TrainConfig) -> None:
-        name = (
-            f"{config.model}-{config.mesh.replace('=', '').replace(',', '-') or 'one'}-{time.strftime('%Y%m%d-%H%M%S')}"
-        )
+        model, mesh = config.model.replace(":", "."), config.mesh.replace("=", "").replace(",", "-") or "one"
+        name = f"{model}-{mesh}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.path = Path(config.run_dir or f"runs/{name}-{os.getpid()}")  # two runs may start in one second
         self.metrics: TextIO | None = None
         fault: UserError | None = None
@@ -170,6 +169,8 @@ class _Run:
         if self.first and text is not None:
             (self.folder.path / "sample.txt").write_text(text, encoding="utf-8")
             self.say(f"\nsample:\n{text}\n")
+        elif config.sample.tokens and (why := no_sample(self.program)):
+            self.say(f"no sample of text: {why}")
         self.say(f"run folder: {self.folder.path}")
         if self.first and config.json:
             print(json.dumps({**record, "run_dir": str(self.folder.path)}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -16,15 +17,23 @@ from dtensor_lm.state import TrainState, whole
 MOST_PARAMETERS = 500_000_000  # larger models are not gathered on one rank for the sake of a sample
 
 
+def no_sample(program: Program) -> str:
+    """Why a model gives no text, or ''."""
+    if sum(math.prod(p.storage.shape) for p in program.parameters.values()) > MOST_PARAMETERS:
+        return "the model is too large to be gathered on one rank"
+    labels = inspect.signature(program.model.forward).parameters["labels"]
+    return "the model needs labels, and gives no logits without them" if labels.default is labels.empty else ""
+
+
 @torch.no_grad()
 def sample(
     program: Program, state: TrainState, corpus: Corpus, config: SampleConfig, seed: int, device: torch.device
 ) -> str | None:
-    """Continues `config.prompt`, on rank 0; None on the others, without tokens, and for models too large to gather.
+    """Continues `config.prompt`, on rank 0; None on the others, without tokens, and where `no_sample` says why.
 
     Every rank calls it: parameters are gathered.
     """
-    if not config.tokens or sum(math.prod(p.storage.shape) for p in program.parameters.values()) > MOST_PARAMETERS:
+    if not config.tokens or no_sample(program):
         return None
     values = whole(state.parameters)
     if dist.get_rank() != 0:
