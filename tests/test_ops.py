@@ -13,8 +13,10 @@ from torch import Tensor
 import dtensor_lm as dl
 from dtensor_lm.collectives import GroupParts
 from dtensor_lm.initial_values import draw, recipes
+from dtensor_lm.models.gpt import AttentionCore
 from dtensor_lm.models.llama import RopeScaling, rope
-from dtensor_lm.ops import cross_entropy
+from dtensor_lm.ops import causal_attention, cross_entropy
+from dtensor_lm.ops.dropout import Moment, Site
 from dtensor_lm.testing.workers import pool
 
 pytestmark = pytest.mark.quick
@@ -64,6 +66,14 @@ def test_large_logits_over_a_cut_vocabulary() -> None:
     (loss, left), (same, right) = pool(2).run(cut_loss, 2000.0)
     assert loss == same == pytest.approx(expected.item(), rel=1e-4)
     torch.testing.assert_close(torch.cat([left, right], -1), logits.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_whose_dropout_keeps_all() -> None:
+    """The attention that can drop weights is written in plain operators; without dropout it is the fused one."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 5, 4, 8, generator=g, dtype=torch.float64) for _ in range(3))
+    written = AttentionCore(1e-300).train()(q, k, v, Site("core.random").at(Moment.of(0, 0)))
+    torch.testing.assert_close(written, causal_attention(q, k, v, 1), rtol=1e-13, atol=1e-14)
 
 
 def test_stretched_frequencies() -> None:

@@ -105,7 +105,7 @@ MUTATIONS = (
         "check-sizes", "sharding_plans/checks.py",
         'if name != "batch" and size % self.mesh.product(axes):', "if False:",
         "sizes that axes do not divide are not reported",
-        (f"{RESOLVE}test_sizes_that_do_not_divide",), rf"{NO_ERROR}|PlanError|do not match|assert '",
+        (f"{RESOLVE}test_sizes_that_do_not_divide",), NO_ERROR,
     ),
     Mutation(
         "check-batch", "sharding_plans/checks.py",

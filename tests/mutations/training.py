@@ -52,7 +52,7 @@ MUTATIONS = (
         "steps-not-counted", "state.py",
         "self._step + 1", "self._step",
         "every step is the first one",
-        ("tests/test_step.py::test_a_donated_state_cannot_be_used",), r"assert 0 == 1|AssertionError",
+        ("tests/test_step.py::test_a_donated_state_cannot_be_used",), r"assert after\.step == 1",
     ),
     Mutation(
         "state-in-the-order-of-the-mesh", "state.py",
@@ -172,13 +172,13 @@ MUTATIONS = (
         "cosine-ends-early", "training/schedule.py",
         "max(1, total - 1 - warmup_steps)", "max(1, total - warmup_steps)",
         "the learning rate has not come down to its final value at the last step",
-        ("tests/test_schedule.py::test_cosine",), r"assert ",
+        ("tests/test_schedule.py::test_cosine",), r"assert \[1\.0, 0\.98",
     ),
     Mutation(
         "warmup-starts-at-zero", "training/schedule.py",
         "(step + 1) / steps)", "step / steps)",
         "the first step of the warm-up does nothing",
-        ("tests/test_schedule.py::test_warm_up[constant]",), r"assert ",
+        ("tests/test_schedule.py::test_warm_up[constant]",), r"assert \[0\.0, 0\.25, 0\.5, 0\.75\]",
     ),
     # Data and initial values
     Mutation(
@@ -203,25 +203,25 @@ MUTATIONS = (
         "epochs-in-one-order", "data/batch.py",
         "[self.seed % 2**64, epoch]", "[self.seed % 2**64, 0]",
         "every epoch has the order of the first",
-        (f"{DATA}test_samples_run_across_the_border_of_epochs",), r"assert ",
+        (f"{DATA}test_samples_run_across_the_border_of_epochs",), r"assert 1 > 25",
     ),
     Mutation(
         "padding-counts", "data/batch.py",
         "if p < self.sequences else None for p", "for p",
         "the last batch of an evaluation counts sequences twice, or past the end",
-        (f"{DATA}test_each_sequence_counts_once_whatever_the_batch[99-windows5-3]",), r"assert ",
+        (f"{DATA}test_each_sequence_counts_once_whatever_the_batch[99-windows5-3]",), r"assert \d+ <= 205",
     ),
     Mutation(
         "initial-values-without-the-seed", "initial_values.py",
         'keys(f"{seed}/{draws_before}/{name}")', 'keys(f"{draws_before}/{name}")',
         "all seeds give the same values",
-        (f"{VALUES}test_names_seeds_and_draws_are_independent_streams",), r"assert ",
+        (f"{VALUES}test_names_seeds_and_draws_are_independent_streams",), r"assert 0\.99\d+ < ",
     ),
     Mutation(
         "initial-values-without-the-name", "initial_values.py",
         'keys(f"{seed}/{draws_before}/{name}")', 'keys(f"{seed}/{draws_before}")',
         "all parameters get the same values",
-        (f"{VALUES}test_names_seeds_and_draws_are_independent_streams",), r"assert ",
+        (f"{VALUES}test_names_seeds_and_draws_are_independent_streams",), r"assert 0\.99\d+ < ",
     ),
     Mutation(
         "initial-values-alike-on-all-shards", "initial_values.py",
