@@ -52,6 +52,8 @@ class ProgramConfig:
     """Weight of the uniform distribution in the target, 0 to below 1."""
     z_loss: float = 0.0
     """Weight of the squared log-partition function in the loss."""
+    dropout: float | None = None
+    """Probability of dropout, 0 to below 1, in models that have it; None as the model says."""
     seed: int = 0
     """Seed of initial values and of the order of the data."""
     json: bool = False
@@ -186,7 +188,9 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(["optimizer.weight_decay", "optimizer.clip_norm"], _NOT_NEGATIVE),
     **dict.fromkeys(["schedule.warmup_steps", "schedule.decay_steps"], _NOT_NEGATIVE),
     **dict.fromkeys(["optimizer.lr", "optimizer.eps"], _ABOVE_0),
-    **dict.fromkeys(["label_smoothing", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum"], _BELOW_1),
+    **dict.fromkeys(
+        ["label_smoothing", "dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum"], _BELOW_1
+    ),
     "schedule.final_fraction": _TO_1,
     "sample.temperature": (lambda value: value == 0 or value >= 1e-3, "0, or at least 0.001"),
     "seed": _SEED,

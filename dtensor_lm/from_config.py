@@ -51,7 +51,7 @@ def plan_of(config: ProgramConfig) -> Plan:
 
 def _changes(config: ProgramConfig) -> dict[str, Any]:
     """What options say of a model's shape, where they say something."""
-    named = {"layers": config.layers, "tied": config.tied}
+    named = {"layers": config.layers, "tied": config.tied, "dropout": config.dropout}
     losses = {"label_smoothing": config.label_smoothing, "z_loss": config.z_loss}
     return {n: v for n, v in named.items() if v is not None} | {n: v for n, v in losses.items() if v}
 

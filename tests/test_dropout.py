@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtensor_lm as dl
+from dtensor_lm.config import CheckConfig
 from dtensor_lm.counters import keys
 from dtensor_lm.errors import ModelError
 from dtensor_lm.models.gpt import GPT, GPTConfig
@@ -316,3 +317,13 @@ def test_the_law_holds_with_dropout_and_sees_numbers_that_are_named_wrongly() ->
         check_regions(model)
     with pytest.raises(ModelError, match="random numbers of shape"):
         dl.resolve(model, dl.plans.standard(), dl.Mesh(tp=2), batch=6, seq=12)
+
+
+@pytest.mark.quick
+def test_dropout_as_an_option() -> None:
+    core = dl.models.build("tiny-gpt", layers=1, dropout=0.3).layers[0].attention.core
+    assert core.p == 0.3
+    with pytest.raises(dl.errors.ConfigError, match=r"model 'tiny' cannot be changed so:\n  - it has no dropout"):
+        dl.models.build("tiny", dropout=0.3)
+    with pytest.raises(dl.errors.ConfigError, match=r"dropout is 1\.0: must be at least 0 and below 1"):
+        CheckConfig(model="tiny-gpt", dropout=1.0).validate()

@@ -26,7 +26,7 @@ class GPTConfig:
     seq: int = 1024  # rows of the table of positions
     norm_eps: float = 1e-5
     dropout: float = 0.1  # of the embeddings and of what each branch adds
-    attention_dropout: float = 0.1  # of attention's weights
+    attention_dropout: float | None = None  # of attention's weights; None: as dropout
     tied: bool = True
     init_std: float = 0.02
     label_smoothing: float = 0.0
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = c.width
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(c.embed, c.embed) for _ in range(4))
-        self.core = AttentionCore(c.attention_dropout)
+        self.core = AttentionCore(c.dropout if c.attention_dropout is None else c.attention_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (rearrange(w(x), "b s (h d) -> b s h d", d=self.head_dim) for w in (self.wq, self.wk, self.wv))

@@ -6,7 +6,6 @@ python -m dtensor_lm.testing.case '{"model": "tiny", "mesh": "tp=2", "plan": {"c
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import shlex
 import sys
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 
 from dtensor_lm import models
 from dtensor_lm.errors import ConfigError, UserError, nearest
-from dtensor_lm.initial_values import abstract
 from dtensor_lm.mesh import Mesh
+from dtensor_lm.models.own import own
 from dtensor_lm.ops.cross_entropy import IGNORE
 from dtensor_lm.sharding_plans.plan import Plan
 from dtensor_lm.sharding_plans.program import Program
@@ -88,9 +87,7 @@ class Case:
     def build(self) -> nn.Module:
         if ":" not in self.model:
             return models.build(self.model, **self.changes)
-        module, function = self.model.split(":")
-        make = getattr(importlib.import_module(module), function)
-        return abstract(lambda: make(**self.changes))
+        return own(self.model, self.changes)
 
     def program(self) -> Program:
         return resolve(
@@ -136,7 +133,6 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print(__doc__)
         return 2
-    sys.path.insert(0, "")
     try:
         case = Case.parse(arguments[0])
         report = run(case)

@@ -41,7 +41,7 @@ class Report:
     max_grad_error: float = 0.0
     worst_gradient: str = ""
     grad_norm_error: float = 0.0
-    max_param_error: float = 0.0
+    max_param_error: float | None = 0.0  # None where nothing was trained
     worst_parameter: str = ""
     max_param_error_adamw: float | None = 0.0
     initial_values_equal: bool = True
@@ -226,7 +226,9 @@ def compare(
             low = Reference(program, values, seed)
             largest = precision.judge_gradients(report, program, found, batches[0], reference, low)
             report.max_param_error_adamw = None
-        if steps:
+        if not steps:
+            report.max_param_error = report.max_param_error_adamw = None
+        else:
             trained = reference.train(reference.sgd(sgd), batches[:steps], clip)
             if exact:
                 report.max_param_error, report.worst_parameter = worst(wholes["sgd"], trained)
