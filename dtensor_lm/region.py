@@ -78,7 +78,7 @@ class TensorSpec:
             raise ValueError("a name is both a dim and summed over")
         if kind in ("index", "reduce") and len(names) != 1:
             raise ValueError(f"'{kind}' takes one name")
-        if kind == "random" and (sums or whole or not names):
+        if kind == "random" and (sums or whole or not names or ("_",) in dims):
             raise ValueError("'random' takes names of dims only")
         return cls(tuple(dims), tuple(sums), whole, kind)
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dtensor_lm import testing
 from dtensor_lm.config import CheckConfig
 from dtensor_lm.errors import ConfigError
 from dtensor_lm.from_config import narrow_model_of
-from dtensor_lm.testing import Report
-from dtensor_lm.testing.recording import BATCH, SEQ
+
+if TYPE_CHECKING:
+    from dtensor_lm.testing import Report, Violation
 
 MOST_PARAMETERS = 20_000_000  # every region is copied for each of up to 64 parts, in float64
 
 
 def check_regions(config: CheckConfig) -> int:
     """Checks every declared cut in one process and prints the report. Returns 0 if all are lawful, else 1."""
+    from dtensor_lm import testing
+    from dtensor_lm.testing.recording import BATCH, SEQ
+
     model, sizes = narrow_model_of(config)
     count = sum(p.numel() for p in model.parameters())
     if count > MOST_PARAMETERS:
@@ -84,7 +87,7 @@ def _checked(report: Report) -> dict[tuple[str, str], list[int]]:
 
 def _violations(report: Report) -> list[str]:
     """One entry per region, cut and repair, with its tensors in the smallest number of parts that shows it."""
-    groups: dict[tuple[str, str, str], list[testing.Violation]] = {}
+    groups: dict[tuple[str, str, str], list[Violation]] = {}
     for v in report.violations:
         groups.setdefault((v.region, v.cut, v.hint), []).append(v)
     lines = []

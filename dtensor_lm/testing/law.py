@@ -112,7 +112,8 @@ class Piece:
                     continue
                 faults += [f"{label}: {n} has size {v} here and {sizes[n]} elsewhere in the region"
                            for n, v in found.items() if sizes.setdefault(n, v) != v]  # fmt: skip
-        faults += [f"{n}: no tensor has its name" for n, s in self.given.items() if not sizes.keys() >= {*s.names}]
+        faults += [f"{n}: no tensor has the name {name!r}"
+                   for n, s in self.given.items() for name in s.names if name not in sizes]  # fmt: skip
         if faults:
             title = f"{self.call.path or 'the model'} contradicts its signature:"
             raise ModelError(title, faults)
