@@ -75,7 +75,9 @@ def _module(place: str, name: str) -> ModuleType:
         if name != missing and not name.startswith(f"{missing}."):
             raise _raised(place, f"import {name}", error) from error
         above = missing.rpartition(".")[0]
-        folders = getattr(sys.modules.get(above), "__path__", [here])
+        if above and not hasattr(sys.modules[above], "__path__"):
+            raise ConfigError(f"--model {place}: {above} is a module, and holds no other") from None
+        folders = sys.modules[above].__path__ if above else [here]
         known = [f"{above}.{m.name}" if above else m.name for m in pkgutil.iter_modules(folders)]
         raise ConfigError(
             f"--model {place}: no module is called {missing!r}{nearest(missing, known)}: it must be in the folder "
