@@ -57,7 +57,8 @@ def build_means() -> nn.Module:
 def test_assert_equivalent() -> None:
     plan, sizes = Plan(TP, {"embed": "dp"}), {"batch": 4, "seq": 6}
     assert assert_equivalent(build_small, plan, dl.Mesh(tp=2), **sizes).ok
-    with pytest.raises(AssertionError, match=r"build_means on mesh dp=2 differs from one device"):
+    assert assert_equivalent(build_small(), plan, dl.Mesh(dp=2), steps=0, **sizes).ok
+    with pytest.raises(AssertionError, match=r"Means on mesh dp=2 differs from one device"):
         assert_equivalent(build_means, plan, dl.Mesh(dp=2), **sizes)
 
 
