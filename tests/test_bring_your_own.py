@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from test_docs import blocks
 
 import dtensor_lm as dl
 from dtensor_lm.cli import main
@@ -284,3 +285,13 @@ def test_ranks_find_the_model_in_the_current_folder(folder: Path) -> None:
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 2
     assert json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[1])["loss"] > 0
     assert (run_dir / "sample.txt").read_text().startswith("def ")
+
+
+@pytest.mark.quick
+def test_the_page_shows_the_file_and_parts_of_it() -> None:
+    name = "docs/bring_your_own_model.md"
+    every = blocks(name, (ROOT / name).read_text())
+    (whole,) = (block.text for block in every if block.notes.get("file") == "my_model.py")
+    assert whole == MODEL
+    parts = [block.text for block in every if "not run" in block.notes]
+    assert len(parts) == 4 and all(part in MODEL for part in parts)
