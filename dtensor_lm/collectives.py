@@ -38,8 +38,8 @@ def all_gather(x: Tensor, g: Group, dim: int = 0) -> Tensor:
 
 def reduce_scatter(x: Tensor, g: Group, dim: int = 0) -> Tensor:
     """This rank's part, along `dim`, of the sum over the group."""
-    x = x.contiguous() if dim == 0 else torch.cat(x.chunk(g.size, dim))
-    out: Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", g.size, g.name))
+    x = x if dim == 0 else torch.cat(x.chunk(g.size, dim))  # keeps the order of strides of a permuted x
+    out: Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", g.size, g.name))
     return out
 
 
@@ -51,9 +51,9 @@ def all_reduce(x: Tensor, g: Group, op: str = "sum") -> Tensor:
 
 def all_to_all(x: Tensor, g: Group, gather: int, cut: int) -> Tensor:
     """Gathers along one dim while cutting another."""
-    x = torch.cat(x.chunk(g.size, cut)) if cut != 0 else x.contiguous()
+    x = torch.cat(x.chunk(g.size, cut)) if cut != 0 else x
     rows = [x.shape[0] // g.size] * g.size
-    out: Tensor = _c10d.wait_tensor(_c10d.all_to_all_single(x, rows, rows, g.name))
+    out: Tensor = _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), rows, rows, g.name))
     return torch.cat(out.chunk(g.size), gather)
 
 

@@ -401,3 +401,27 @@ def integers_cross() -> torch.Tensor:
 def test_integer_tensors_cross_without_gradient() -> None:
     for out in pool(2).run(integers_cross):
         assert torch.equal(out, torch.arange(128).view(8, 16))
+
+
+def permuted_on_ranks() -> list[bool]:
+    """Tensors whose dims lie in memory in another order, as transposed heads do, against contiguous ones."""
+    from dtensor_lm import collectives as c
+
+    g = c.group_of(Mesh(tp=2), ("tp",))
+    x = torch.arange(2 * 4 * 6 * 8, dtype=torch.float64).view(2, 4, 6, 8) * (g.index + 1)
+    other = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert not other.is_contiguous()
+    calls = [
+        lambda t: c.all_gather(t, g, 2),
+        lambda t: c.reduce_scatter(t, g, 2),
+        lambda t: c.reduce_scatter(t, g, 0),
+        lambda t: c.all_reduce(t, g),
+        lambda t: c.all_to_all(t, g, 1, 2),
+        lambda t: c.all_to_all(t, g, 2, 0),
+    ]
+    return [torch.equal(call(other), call(x)) for call in calls]
+
+
+def test_collectives_of_permuted_tensors() -> None:
+    """torch 2.11 refuses them, and `torch.cat` keeps the order of strides."""
+    assert all(all(found) for found in pool(2).run(permuted_on_ranks))
