@@ -16,8 +16,7 @@ from dtensor_lm.cli import main
 from dtensor_lm.models.llama import Llama, LlamaConfig, RopeScaling
 from dtensor_lm.models.narrow import narrow, sizes
 
-pytestmark = pytest.mark.quick
-
+quick = pytest.mark.quick
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
 
@@ -53,6 +52,7 @@ def test_every_model_is_lawful(name: str, capsys: Capture) -> None:
     assert any(c["cut"] == "heads" and c["parts"][-1] in (heads, said["sizes"]["heads"]) for c in said["checked"])
 
 
+@quick
 def test_what_a_person_reads(capsys: Capture) -> None:
     code, out, _ = check(capsys, "--model", "llama3-8b", "--layers", "3", "--batch", "4", "--seq", "8")
     lines = out.splitlines()
@@ -69,6 +69,7 @@ def test_what_a_person_reads(capsys: Capture) -> None:
     assert lines[-1] == "  hint: embed: embed is lawful too: it may be added to cuts"
 
 
+@quick
 def test_options_of_the_shape_are_those_of_the_narrow_model(capsys: Capture) -> None:
     _, out, _ = check(capsys, "--model", "tiny", "--tied", "true", "--z-loss", "0.1", "--layers", "1", "--json")
     tied = json.loads(out)
@@ -76,6 +77,7 @@ def test_options_of_the_shape_are_those_of_the_narrow_model(capsys: Capture) -> 
     assert tied["ok"] and json.loads(out)["parameters"] - tied["parameters"] == 48 * 48
 
 
+@quick
 def test_options_that_would_do_nothing_are_refused(capsys: Capture) -> None:
     code, out, err = check(
         capsys, "--mesh", "tp=2", "--plan", "ddp", "--zero", "1", "--no-sequence-parallel", "--dtype", "float32",
@@ -98,6 +100,7 @@ def test_options_that_would_do_nothing_are_refused(capsys: Capture) -> None:
 # Narrow shapes
 
 
+@quick
 def test_switches_stay_and_sizes_have_many_divisors() -> None:
     wide = models.SHAPES["llama3-405b"]
     shape = narrow(wide)
@@ -125,6 +128,7 @@ class GatedLlama(Llama):
         assert c.gates == 5 and c.gated and c.heads == 3 * c.kv_heads
 
 
+@quick
 def test_any_dataclass_of_a_family(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setitem(models.FAMILIES, Gated, GatedLlama)
     monkeypatch.setitem(models.SHAPES, "gated", Gated(99_999, 999, 99, 9, 3, 999, gated=True))  # type: ignore[arg-type]
@@ -167,6 +171,7 @@ def wide():
 """
 
 
+@quick
 def test_a_violation_is_shown_once_with_its_repair_and_ends_with_1(folder: Path, capsys: Capture) -> None:
     (folder / "wrong_mlp.py").write_text(WRONG)
     code, out, _ = check(capsys, "--model", "wrong_mlp:Model", "--batch", "4")
@@ -186,6 +191,7 @@ def test_a_violation_is_shown_once_with_its_repair_and_ends_with_1(folder: Path,
     assert first["error"] > 0.01
 
 
+@quick
 def test_an_error_that_is_no_number_is_null(folder: Path, capsys: Capture) -> None:
     (folder / "wrong_code.py").write_text(WRONG.replace("x @ self.up.t()", "x @ self.up.view(12, 4).t()"))
     code, out, _ = check(capsys, "--model", "wrong_code:Model", "--json")
@@ -193,6 +199,7 @@ def test_an_error_that_is_no_number_is_null(folder: Path, capsys: Capture) -> No
     assert {v["error"] for v in json.loads(out)["violations"] if v["tensor"] == "code"} == {None}
 
 
+@quick
 def test_models_that_cannot_be_checked(folder: Path, capsys: Capture) -> None:
     (folder / "wrong_size.py").write_text(WRONG)
     code, _, err = check(capsys, "--model", "wrong_size:wide")

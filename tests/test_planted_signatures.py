@@ -18,8 +18,6 @@ from dtensor_lm.initial_values import abstract
 from dtensor_lm.models.narrow import narrow
 from dtensor_lm.testing import Report, check_regions
 
-pytestmark = pytest.mark.quick
-
 BATCH = {
     name: torch.randint(0, 48, (6, 12), generator=torch.Generator().manual_seed(0)) for name in ("tokens", "labels")
 }
