@@ -20,16 +20,23 @@ _WHERE = {
     "train_step": "training.step",
     "Feed": "training.feed", "TrainState": "state", "adamw": "training.optimizer", "sgd": "training.optimizer",
     "UserError": "errors", "PlanError": "errors", "MeshError": "errors", "ModelError": "errors",
-    "ConfigError": "errors", "DataError": "errors",
+    "ConfigError": "errors", "DataError": "errors", "ScheduleError": "errors",
 }  # fmt: skip
-_MODULES = {"plans": "sharding_plans", "models": "models", "data": "data", "testing": "testing"}
+_MODULES = {
+    "plans": "sharding_plans",
+    "models": "models",
+    "data": "data",
+    "schedules": "schedules",
+    "testing": "testing",
+}
 
 if TYPE_CHECKING:
     from dtensor_lm import data as data
     from dtensor_lm import models as models
+    from dtensor_lm import schedules as schedules
     from dtensor_lm import sharding_plans as plans
     from dtensor_lm import testing as testing
-    from dtensor_lm.errors import ConfigError, DataError, MeshError, ModelError, PlanError, UserError
+    from dtensor_lm.errors import ConfigError, DataError, MeshError, ModelError, PlanError, ScheduleError, UserError
     from dtensor_lm.initial_values import abstract
     from dtensor_lm.mesh import Mesh
     from dtensor_lm.partition import partition
@@ -44,8 +51,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConfigError", "DataError", "Feed", "Mesh", "MeshError", "ModelError", "Plan", "PlanError", "Program", "Region",
-    "TrainState", "UserError", "abstract", "adamw", "data", "models", "partition", "plans", "resolve", "sgd",
-    "testing", "train_step",
+    "ScheduleError", "TrainState", "UserError", "abstract", "adamw", "data", "models", "partition", "plans", "resolve",
+    "schedules", "sgd", "testing", "train_step",
 ]  # fmt: skip
 
 

@@ -41,6 +41,10 @@ class DataError(UserError):
     """A corpus that cannot be read or is too small."""
 
 
+class ScheduleError(UserError):
+    """A pipeline schedule that cannot be read, made or run; lists every fault."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint ' (did you mean ...?)' with the nearest known names, or ''."""
     close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
