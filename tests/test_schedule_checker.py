@@ -1,0 +1,331 @@
+"""The checker says of a table what an executor written otherwise finds: whether it adds every gradient once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv
+
+from dtensor_lm.errors import ScheduleError
+from dtensor_lm.schedules.checker import Peak, check, faults, peaks
+from dtensor_lm.schedules.library import KNOWN, evaluation, generate
+from dtensor_lm.schedules.table import Action, Row, Schedule, loop, row, vee
+
+# An independent answer: every rank is a coroutine with its own memory, tensors travel in mailboxes
+
+
+class Wrong(Exception):
+    """A rank was told to use what it does not have, or to do something twice."""
+
+
+def rank_of(table: Schedule, rank: int, mail: dict[tuple[str, int, int], deque[Any]], sums: Counter[Any]) -> Iterator:
+    """Runs one rank. Yields where it waits for a message; a tensor is a text that says how it was made."""
+    mine = [stage for stage, owner in enumerate(table.placement) if owner == rank]
+    memory: dict[Any, Any] = {}
+    losses: list[Any] = []
+    last = len(table.placement) - 1
+
+    def take(key: Any) -> Any:
+        if key not in memory:
+            raise Wrong(key)
+        return memory.pop(key)
+
+    def give(kind: str, stage: int, micro_batch: int, value: Any) -> None:
+        if stage in mine:
+            memory[kind, stage, micro_batch] = value
+        else:
+            mail.setdefault((kind, stage, micro_batch), deque()).append(value)
+
+    for stage, kind, i in table.rows[rank]:
+        if stage not in mine or not 0 <= i < table.micro_batches:
+            raise Wrong(stage)
+        incoming = {"F": ("x", stage - 1), "B": ("g", stage + 1), "I": ("g", stage + 1), "W": ("", -1)}[kind]
+        value = None
+        if 0 <= incoming[1] <= last:
+            key = (incoming[0], stage, i)
+            if incoming[1] in mine:
+                value = take(key)
+            else:
+                while not mail.get(key):
+                    yield
+                value = mail[key].popleft()
+        if kind == "F":
+            if ("F", stage, i) in sums:
+                raise Wrong("twice")
+            sums["F", stage, i] += 1
+            output = i if stage == 0 else value
+            if output != i:
+                raise Wrong("another micro-batch")
+            memory["saved", stage, i] = output
+            if stage == last:
+                losses.append(i)
+            else:
+                give("x", stage + 1, i, output)
+        elif not table.training:
+            raise Wrong("a backward in an evaluation")
+        elif kind in "BI":
+            saved = take(("saved", stage, i))
+            gradient = losses[i] if stage == last and i < len(losses) else value
+            if saved != i or gradient != i:
+                raise Wrong("a gradient of another micro-batch")
+            if stage > 0:
+                give("g", stage - 1, i, gradient)
+            if kind == "B":
+                sums["W", stage, i] += 1
+            else:
+                memory["half", stage, i] = i
+        else:
+            take(("half", stage, i))
+            sums["W", stage, i] += 1
+
+
+def runs(table: Schedule, seed: int = 0) -> bool:
+    """Whether all ranks come to their end with every gradient added once."""
+    mail: dict[tuple[str, int, int], deque[Any]] = {}
+    sums: Counter[Any] = Counter()
+    ranks = [rank_of(table, rank, mail, sums) for rank in range(len(table.rows))]
+    alive = list(range(len(ranks)))
+    chance = random.Random(seed)
+    quiet = 0
+    while alive and quiet < 50 * len(ranks):
+        rank = chance.choice(alive)
+        before = (sum(sums.values()), sum(map(len, mail.values())))
+        try:
+            next(ranks[rank])
+        except StopIteration:
+            alive.remove(rank)
+        except Wrong:
+            return False
+        quiet = 0 if (sum(sums.values()), sum(map(len, mail.values()))) != before else quiet + 1
+    kinds = "FW" if table.training else "F"
+    wanted = {(k, s, i) for k in kinds for s in range(len(table.placement)) for i in range(table.micro_batches)}
+    return not alive and sums == Counter(wanted) and not any(mail.values())
+
+
+# Corruptions
+
+
+def corrupt(table: Schedule, chance: random.Random) -> Schedule:
+    """One small change of one or two rows, of a kind drawn by chance."""
+    rows = [list(actions) for actions in table.rows]
+    line = chance.choice([each for each in rows if each])
+    here, there = chance.randrange(len(line)), chance.randrange(len(line))
+    action = line[here]
+    kind = chance.choice(["drop", "double", "move", "swap", "far", "exchange", "split", "merge", "other", "rank"])
+    if kind == "drop":
+        del line[here]
+    elif kind == "double":
+        line.insert(there, action)
+    elif kind == "move":
+        line.insert(there, line.pop(here))
+    elif kind == "swap" and here + 1 < len(line):
+        line[here], line[here + 1] = line[here + 1], line[here]
+    elif kind == "far":
+        line[here], line[there] = line[there], line[here]
+    elif kind == "exchange":  # the same stage and kind, another micro-batch: what makes ranks wait for each other
+        same = [place for place, each in enumerate(line) if each[:2] == action[:2]]
+        there = chance.choice(same)
+        line[here], line[there] = line[there], line[here]
+    elif kind == "split" and action.kind == "B":
+        line[here] = action._replace(kind="I")
+        line.insert(chance.randrange(len(line) + 1), action._replace(kind="W"))
+    elif kind == "merge" and action.kind == "I":
+        line[here] = action._replace(kind="B")
+        if chance.random() < 0.7:
+            line.remove(action._replace(kind="W"))
+    elif kind == "other":
+        line[here] = Action(
+            max(0, action.stage + chance.choice([-1, 0, 0, 1])), chance.choice("FBIW"), action.micro_batch
+        )
+    elif kind == "rank":
+        chance.choice(rows).append(line.pop(here))
+    return Schedule(table.name, table.placement, table.micro_batches, tuple(map(tuple, rows)), table.training)
+
+
+def drawn(chance: random.Random) -> Schedule:
+    kind = chance.choice(list(KNOWN))
+    p = chance.randint(1, 4)
+    m = chance.randint(2 * p, 2 * p + 2) if kind == "dualpipe-v" else chance.choice([1, 2, p, 2 * p])
+    table = generate(kind, p, m, None if chance.random() < 0.7 else KNOWN[kind][2] or chance.randint(1, 3))
+    return evaluation(table.placement, m) if chance.random() < 0.1 else table
+
+
+@pytest.mark.quick
+def test_verdicts_of_corrupted_tables() -> None:
+    """1,000 that do not run are refused, and whatever runs after a change is accepted."""
+    chance = random.Random(0)
+    counts: Counter[str] = Counter()
+    while counts["unsound"] < 1000:
+        table = drawn(chance)
+        for _ in range(chance.choice([1, 1, 1, 2])):
+            table = corrupt(table, chance) if any(table.rows) else table
+        sound = runs(table, seed=chance.randrange(10**6))
+        found = faults(table)
+        assert sound == (not found), f"{table}\n{found}"
+        deadlock = len(found) == 1 and found[0].startswith("deadlock")
+        counts.update(["sound" if sound else "unsound", *(["deadlocks alone"] if deadlock else [])])
+    assert counts["sound"] > 100 and counts["deadlocks alone"] > 20, counts
+
+
+sizes = st.tuples(st.sampled_from(list(KNOWN)), st.integers(1, 6), st.integers(1, 3), st.integers(1, 20))
+
+
+@pytest.mark.quick
+@settings(deadline=None)
+@given(sizes)
+def test_every_known_schedule_is_sound(size: tuple[str, int, int, int]) -> None:
+    kind, p, v, m = size
+    try:
+        table = generate(kind, p, m, v)
+    except ScheduleError:
+        return
+    for each in (table, evaluation(table.placement, m)):
+        assert faults(each) == [] and runs(each)
+    held = [peak.held / table.virtual_stages for peak in peaks(table)]
+    if kind in ("1f1b", "zb-h1", "zb-v"):  # the memory of 1F1B, whatever the number of micro-batches is
+        assert max(held) <= p
+
+
+def test_which_numbers_of_micro_batches_are_refused() -> None:
+    """The generators accept every number of micro-batches where nothing in their order forbids it."""
+    for kind in KNOWN:
+        accepted = set()
+        for m in range(1, 20):
+            try:
+                generate(kind, 3, m)
+                accepted.add(m)
+            except ScheduleError:
+                pass
+        refused = {"interleaved-1f1b": {7, 10, 11, 13, 14, 16, 17, 19}, "dualpipe-v": set(range(1, 6))}
+        refused["interleaved-zero-bubble"] = refused["interleaved-1f1b"]
+        assert set(range(1, 20)) - accepted == refused.get(kind, set())
+
+
+def lowered(table: Schedule) -> bool:
+    """Whether torch can place the sends and receives."""
+    rows = {r: [_Action.from_str(str(each)) for each in actions] for r, actions in enumerate(table.rows)}
+    try:
+        _add_send_recv(rows, lambda stage: table.placement[stage], table.stages)
+    except AssertionError as error:
+        assert "can't schedule sends/recvs" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.quick
+def test_deadlocks_are_the_tables_that_torch_cannot_lower() -> None:
+    """Changes of order between forwards and backwards that leave every row right in itself."""
+    chance = random.Random(1)
+    counts: Counter[bool] = Counter()
+    while min(counts[True], counts[False]) < 20:
+        table = corrupt(drawn(chance), chance)
+        if table.training and all(each.startswith("deadlock") for each in faults(table)):
+            sound = not faults(table)
+            assert lowered(table) == sound, table
+            counts[sound] += 1
+
+
+# What is said
+
+
+def mine(
+    *rows: str, placement: tuple[int, ...] | None = None, micro_batches: int = 1, training: bool = True
+) -> Schedule:
+    made: tuple[Row, ...] = tuple(map(row, rows))
+    return Schedule("mine", placement or tuple(range(len(made))), micro_batches, made, training)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("table", "texts"),
+    [
+        (mine("0F0 0B0", "1F0 1I0 1W0"), []),
+        (mine("0F0 1F0 1B0 0B0", placement=(0, 0)), []),
+        (mine("0F0", "1F0", training=False), []),
+        (mine("0B0", "1F0 1B0"), ["0F0 is missing: add it to rank 0"]),
+        (
+            mine("0F0", "1F0 1W0"),
+            [
+                "the backward of stage 0 for micro-batch 0 is missing: add 0B0 to rank 0",
+                "1I0 is missing beside 1W0: add it to rank 1",
+            ],
+        ),
+        (
+            mine("0F0 0B0 0B0", "1F0 1B0 1W0"),
+            [
+                "0B0 is there 2 times: leave one",
+                "1B0 is there beside 1W0: a backward is whole or split, leave out one of the two",
+            ],
+        ),
+        (
+            mine("0F0 0B0 2F0", "1F0 1B0 1F3"),
+            [
+                "rank 0: 2F0: there is no stage 2, the last is 1",
+                "rank 1: 1F3: there is no micro-batch 3, the last is 0",
+            ],
+        ),
+        (mine("0F0 1F0 0B0", "1B0"), ["rank 0: 1F0: stage 1 is on rank 1, move it there"]),
+        (mine("0F0 0B0", training=False), ["rank 0: 0B0: an evaluation has forwards only, leave it out"]),
+        (
+            mine("0B0 0F0", "1F0 1W0 1I0"),
+            [
+                "rank 0: 0B0 stands before 0F0, which it needs: move it behind",
+                "rank 1: 1W0 stands before 1I0, which it needs: move it behind",
+                "deadlock: rank 0 stands at 0B0 and waits for 1I0; rank 1 stands at 1F0 and waits for 0F0: on rank 1, "
+                "move 1I0 before 1F0",
+            ],
+        ),
+        (
+            mine("1F0 0F0 0B0 1B0", placement=(0, 0)),
+            [
+                "rank 0: 1F0 stands before 0F0, which it needs: move it behind",
+                "rank 0: 0B0 stands before 1B0, which it needs: move it behind",
+            ],
+        ),
+        (
+            mine("0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0", micro_batches=2),
+            [
+                "1F0 stands behind 1F1: forwards of the last stage must ascend, the engine takes the loss of "
+                "micro-batch i from the i-th of them"
+            ],
+        ),
+        (mine("0F1 0F0", "1F1 1F0", micro_batches=2, training=False), []),
+        (
+            mine("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1", micro_batches=2),
+            [
+                "deadlock: rank 0 stands at 0B0 and waits for 1B0; rank 1 stands at 1F1 and waits for 0F1: on rank 1, "
+                "move 1B0 before 1F1"
+            ],
+        ),
+        (
+            mine("0F0 0B0", placement=(0, 2)),
+            [
+                "1 rows, 1 micro-batches and stages on ranks [0, 2]: each rank needs a row and at least one stage, "
+                "and there must be at least one micro-batch"
+            ],
+        ),
+    ],
+)
+def test_every_fault_is_named(table: Schedule, texts: list[str]) -> None:
+    assert faults(table) == texts
+    if texts:
+        with pytest.raises(ScheduleError) as caught:
+            check(table)
+        assert str(caught.value) == "\n  - ".join(["the schedule mine cannot be run:", *texts])
+
+
+@pytest.mark.quick
+def test_peaks() -> None:
+    assert peaks(generate("gpipe", 2, 5)) == (Peak(5, 0, 5), Peak(5, 0, 5))
+    assert [peak.held for peak in peaks(generate("1f1b", 4, 9))] == [4, 3, 2, 1]
+    assert peaks(generate("zb-h1", 3, 9)) == (Peak(3, 1, 3), Peak(2, 2, 3), Peak(1, 3, 3))
+    assert [peak.held for peak in peaks(generate("zb-v", 4, 16))] == [8, 8, 8, 8]
+    assert [peak.held for peak in peaks(generate("dualpipe-v", 4, 16))] == [9, 9, 9, 9]
+    assert peaks(evaluation(vee(2), 4)) == (Peak(0, 0, 0), Peak(0, 0, 0))
+    assert peaks(evaluation(loop(2, 2), 4)) == (Peak(0, 0, 0), Peak(0, 0, 0))
