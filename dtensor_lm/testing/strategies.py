@@ -69,7 +69,7 @@ def meshes(draw: st.DrawFn, most: int = 8, least: int = 1) -> Mesh:
 _SHAPES = [(), *[(2,)] * 6, (3,), (4,), *[(2, 2)] * 3, (6,), (2, 3), (3, 2), (8,), (2, 4), (4, 2), *[(2, 2, 2)] * 5]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def _trace(model: str, changes: str, seq: int) -> Trace:
     return trace(Case(model, json.loads(changes)).build(), {"batch": 1, "seq": seq})
 
