@@ -229,7 +229,6 @@ def test_a_function_may_call_abstract_itself(folder: Path) -> None:
     inside, outside = (own(f"mine_i:{name}", {}) for name in ("inside", "outside"))
     assert all(p.is_meta for p in (*inside.parameters(), *outside.parameters()))
     assert recipes(inside) == recipes(outside)
-    assert recipes(inside)["head.weight"].ops[-1].name == "trunc_normal"
 
 
 @pytest.mark.quick
