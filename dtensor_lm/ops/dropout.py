@@ -114,5 +114,5 @@ class Dropout(nn.Module):
 @functools.cache
 def _region(names: str) -> Region:
     """One object per text: equal layers are found by comparing what they hold."""
-    dims = [name for name in names.replace("(", " ").replace(")", " ").split() if name != "_"]
+    dims = names.replace("(", " ").replace(")", " ").split()
     return Region({"x": names, "random": f"random {names}"}, names, cuts=" ".join(dims))
