@@ -1,4 +1,4 @@
-"""The front door: `dtensor-lm train|plan|check`. Imports the rest only when it is needed."""
+"""The front door: `dtensor-lm train|plan|check|draw`. Imports the rest only when it is needed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ commands:
                                         dtensor-lm check --mesh dp=2,fsdp=2,tp=2
            or that the signatures of a model are right:
                                         dtensor-lm check --regions --model my_model:build
+  draw     draw a pipeline schedule, without processes:
+                                        dtensor-lm draw schedule --kind zb-v --ranks 4 --micro-batches 8
 
 `dtensor-lm COMMAND --help` lists the options. `--config FILE.yaml` reads them from a file.
 Exit codes: 0 done, 1 a check said no or the run failed, 2 bad input.
@@ -99,6 +101,17 @@ def _train(argv: list[str]) -> int:
     return _launch(config, "train")
 
 
+def _draw(argv: list[str]) -> int:
+    from dtensor_lm.errors import ConfigError
+
+    if argv[:1] != ["schedule"]:
+        what = f"draw {argv[0]!r}: " if argv and not argv[0].startswith("-") else "draw what? "
+        raise ConfigError(f"{what}there are drawings of schedules: dtensor-lm draw schedule --help")
+    from dtensor_lm.schedules.command import draw_schedule
+
+    return draw_schedule(argv[1:])
+
+
 def _launch(config: Any, command: str) -> int:
     """Finds every fault that can be found before a process starts, then starts the ranks."""
     world = _prepare(config.mesh)
@@ -121,4 +134,4 @@ def _launch(config: Any, command: str) -> int:
     return code
 
 
-_COMMANDS = {"train": _train, "plan": _plan, "check": _check}
+_COMMANDS = {"train": _train, "plan": _plan, "check": _check, "draw": _draw}

@@ -12,10 +12,11 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from dtensor_lm import options
 from dtensor_lm.errors import ConfigError
+from dtensor_lm.options import Fault, Kind
 
 TITLE = "these options cannot be used"  # of every ConfigError from here
 # Options that other trainers have, and what there is instead.
@@ -170,8 +171,6 @@ class TrainConfig(ProgramConfig):
     """Show a progress bar on a terminal."""
 
 
-Config = TypeVar("Config", bound=ProgramConfig)
-
 _Rule = tuple[Callable[[Any], bool], str]
 _POSITIVE: _Rule = (lambda value: value >= 1, "at least 1")
 _NOT_NEGATIVE: _Rule = (lambda value: value >= 0, "0 or more")
@@ -182,7 +181,7 @@ _SEED: _Rule = (lambda value: 0 <= value < 2**63, "from 0 to 2**63 - 1")
 _NAME: _Rule = (lambda value: bool(value.strip()), "a name")
 
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(["batch", "seq", "micro_batches", "evaluation.sequences"], _POSITIVE),
+    **dict.fromkeys(["batch", "seq", "micro_batches", "ranks", "virtual_stages", "evaluation.sequences"], _POSITIVE),
     "layers": (lambda value: 1 <= value <= 10_000, "from 1 to 10000"),
     **dict.fromkeys(["steps", "z_loss", "evaluation.every", "sample.tokens"], _NOT_NEGATIVE),
     **dict.fromkeys(["optimizer.weight_decay", "optimizer.clip_norm"], _NOT_NEGATIVE),
@@ -194,11 +193,11 @@ _RULES: dict[str, _Rule] = {
     "schedule.final_fraction": _TO_1,
     "sample.temperature": (lambda value: value == 0 or value >= 1e-3, "0, or at least 0.001"),
     "seed": _SEED,
-    **dict.fromkeys(["model", "plan", "data", "run_dir"], _NAME),
+    **dict.fromkeys(["model", "plan", "data", "run_dir", "file", "csv", "svg"], _NAME),
 }
 
 
-def _range_faults(config: ProgramConfig) -> list[tuple[str, str]]:
+def _range_faults(config: Any) -> list[tuple[str, str]]:
     """(place, text) of every value out of its range."""
     faults = []
     for place in options.places_of(type(config)):
@@ -211,7 +210,7 @@ def _range_faults(config: ProgramConfig) -> list[tuple[str, str]]:
             faults.append((place, f"{place} is {value}: must be below 2**31"))
         elif place in _RULES and value is not None and not _RULES[place][0](value):
             faults.append((place, f"{place} is {value!r}: must be {_RULES[place][1]}"))
-    parts, batch = config.micro_batches, config.batch
+    parts, batch = getattr(config, "micro_batches", 1), getattr(config, "batch", None)
     if batch is not None and batch >= 1 and parts >= 1 and batch % parts:
         small = [each for each in range(1, math.isqrt(batch) + 1) if batch % each == 0]
         divisors = sorted({*small, *(batch // each for each in small)})
@@ -260,13 +259,16 @@ def _idle_with_regions(config: CheckConfig) -> list[tuple[str, str]]:
     ]
 
 
-def parse(kind: type[Config], argv: list[str], prog: str, description: str) -> Config:
+def parse(
+    kind: type[Kind], argv: list[str], prog: str, description: str, more: Callable[[Kind], list[Fault]] | None = None
+) -> Kind:
     """The configuration of a command.
 
     Args:
         kind: Its class.
         argv: Its arguments, without the program's name. `--config FILE.yaml` may stand anywhere.
         prog, description: For `--help`, which prints and exits with 0.
+        more: (place, text) of further faults of the values.
 
     Raises:
         ConfigError: Every fault of the file, of the command line, and every value out of range.
@@ -282,7 +284,8 @@ def parse(kind: type[Config], argv: list[str], prog: str, description: str) -> C
     skip = {place for place, _ in faults}
     skip |= {"micro_batches"} if "batch" in skip else set()
     merged = options.build(kind, {**values, **given})
-    faults += [(place, text) for place, text in _range_faults(merged) if place not in skip]
+    found = _range_faults(merged) + (more(merged) if more is not None else [])
+    faults += [(place, text) for place, text in found if place not in skip]
     if faults:
         raise ConfigError(TITLE, [text for _, text in faults])
     spelled = [options.as_option(place, value, places[place]) for place, value in given.items()]

@@ -148,7 +148,7 @@ def test_the_comparison_of_all() -> None:
     assert lines["zb-v", 8, 16].bubble_fraction == pytest.approx(7 / 103)
     assert lines["gpipe", 4, 16].held == 16 and lines["1f1b", 4, 16].held == 4 and lines["zb-v", 4, 16].held == 4
     text = table_text(lines.values()).splitlines()
-    assert text[0].split() == "ranks 4 4 4 8 8 8".split()
-    assert text[1].split() == "micro-batches 4 8 16 8 16 32".split()
-    assert text[4].split() == "1f1b 42.9% 4 27.3% 4 15.8% 4 46.7% 8 30.4% 8 17.9% 8".split()
-    assert text[-1].split() == "dualpipe-v - 5.9% 4.5 3.0% 4.5 - 6.8% 8.5 3.5% 8.5".split()
+    assert " ".join(text[0].split()) == "ranks 4 4 4 8 8 8"
+    assert " ".join(text[1].split()) == "micro-batches 4 8 16 8 16 32"
+    assert " ".join(text[4].split()) == "1f1b 42.9% 4 27.3% 4 15.8% 4 46.7% 8 30.4% 8 17.9% 8"
+    assert " ".join(text[-1].split()) == "dualpipe-v - 5.9% 4.5 3.0% 4.5 - 6.8% 8.5 3.5% 8.5"
