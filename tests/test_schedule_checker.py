@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import _Action, _add_send_recv
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _PipelineScheduleRuntime
 
 from dtensor_lm.errors import ScheduleError
 from dtensor_lm.schedules.checker import Peak, check, faults, peaks
 from dtensor_lm.schedules.library import KNOWN, evaluation, generate
 from dtensor_lm.schedules.table import Action, Row, Schedule, loop, row, vee
+from dtensor_lm.schedules.table_file import from_csv
+from dtensor_lm.testing.workers import WorkerError, pool
 
 # An independent answer: every rank is a coroutine with its own memory, tensors travel in mailboxes
 
@@ -229,6 +234,47 @@ def test_deadlocks_are_the_tables_that_torch_cannot_lower() -> None:
             sound = not faults(table)
             assert lowered(table) == sound, table
             counts[sound] += 1
+
+
+# What the engine does not see
+
+
+def step_of_the_engine(csv: str, micro_batches: int) -> tuple[float, list[float]]:
+    """A real step by a table: the sum of the losses on the last rank, and the gradient of this rank's weight."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    stage = PipelineStage(torch.nn.Linear(2, 2, bias=False).double(), rank, world, torch.device("cpu"))
+    torch.nn.init.ones_(stage.submod.weight)
+    engine = _PipelineScheduleRuntime(
+        [stage], micro_batches, loss_fn=lambda y, t: ((y - t) ** 2).sum(), scale_grads=False
+    )
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.write(csv)
+        file.flush()
+        engine._load_csv(file.name)
+    x = torch.arange(2.0 * micro_batches, dtype=torch.float64).reshape(micro_batches, 2)
+    losses: list[torch.Tensor] = []
+    engine.step(*([x] if rank == 0 else []), target=x**2 if rank == world - 1 else None, losses=losses)
+    return sum(loss.item() for loss in losses), stage.submod.weight.grad.flatten().tolist()
+
+
+def test_the_engine_takes_tables_that_are_wrong() -> None:
+    """Forwards of the last stage out of order leave the loss exact, and make gradients wrong."""
+    right = pool(2).run(step_of_the_engine, "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", 2)
+    x = torch.arange(4.0, dtype=torch.float64).reshape(2, 2)
+    weights = [torch.ones(2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    loss = ((x @ weights[0].t() @ weights[1].t() - x**2) ** 2).sum()
+    loss.backward()
+    assert right[1][0] == pytest.approx(loss.item(), abs=1e-9)
+    assert [grads for _, grads in right] == [pytest.approx(w.grad.flatten().tolist(), abs=1e-9) for w in weights]
+    for first, last in (("0F0,0F1,0B0,0B1", "1F1,1F0,1B0,1B1"), ("0F0,0F1,0B1,0B0", "1F1,1F0,1B1,1B0")):
+        assert [each for each in faults(from_csv(f"{first}\n{last}\n")) if "must ascend" in each]
+        wrong = pool(2).run(step_of_the_engine, f"{first}\n{last}\n", 2)
+        assert wrong[1][0] == pytest.approx(loss.item(), abs=1e-9)
+        assert wrong[0][1] != pytest.approx(right[0][1], rel=1e-3)
+    twice = pool(2).run(step_of_the_engine, "0F0,0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", 2)
+    assert len(twice) == 2  # it comes to its end
+    with pytest.raises(WorkerError, match="KeyError: 0"):
+        pool(2).run(step_of_the_engine, "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B0,1B1\n", 2)
 
 
 # What is said

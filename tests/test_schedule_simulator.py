@@ -45,7 +45,7 @@ def test_interleaved_1f1b_and_looped_bfs(p: int, v: int) -> None:
 
 @pytest.mark.parametrize("p", RANKS)
 def test_split_backwards(p: int) -> None:
-    """Qi et al. 2023: with F, I and W equally long, ZB-H1 leaves a third of 1F1B's bubble, p - 1 forwards."""
+    """Qi et al. 2024: with F, I and W equally long, ZB-H1 leaves a third of 1F1B's bubble, p - 1 forwards."""
     for v, kind in ((1, "zb-h1"), (2, "interleaved-zero-bubble"), (3, "interleaved-zero-bubble"), (2, "dualpipe-v")):
         for m in (2 * p, 3 * p, 4 * p):
             assert simulate(generate(kind, p, m, v), Durations(1, 2, 1, 1)).makespan == 3 * v * m + p - 1

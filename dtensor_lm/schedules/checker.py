@@ -15,8 +15,9 @@ Hence a table hangs nowhere if all its actions, of all ranks together, have *som
 everything behind what it needs: in that order every receive is matched at once, even if sends were to wait for their
 receives. And without such an order the engine cannot place the communication: that is the deadlock named here.
 
-The engine itself counts distinct actions and looks no further. Twice the same action, or a last stage whose forwards do
-not ascend (it takes the loss of micro-batch i from the i-th forward), would give wrong gradients with an exact loss.
+The engine itself counts distinct actions and looks no further: one that is there twice ends the step half way, or is
+done twice. A last stage whose forwards do not ascend (it takes the loss of micro-batch i from the i-th forward) gives
+wrong gradients with an exact loss.
 """
 
 from __future__ import annotations

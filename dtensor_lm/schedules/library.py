@@ -60,7 +60,7 @@ def looped_bfs(p: int, v: int, m: int) -> tuple[Row, ...]:
 def interleaved_zero_bubble(p: int, v: int, m: int) -> tuple[Row, ...]:
     """Interleaved 1F1B with backwards split: only I is waited for, and W, r of them late on rank r, fills gaps.
 
-    ZB-H1 of Qi et al. 2023, arXiv:2401.10241, section 3.1, over v stages per rank. With v = 1 it is ZB-H1 itself: every
+    ZB-H1 of Qi et al. 2024, arXiv:2401.10241, section 2, over v stages per rank. With v = 1 it is ZB-H1 itself: every
     rank keeps at most p micro-batches, as the first rank of 1F1B does.
     """
     size = _round(p, v, m)
