@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import layouts, models, programs, proofs, training
+from . import layouts, models, programs, proofs, schedules, training
 
 MUTATIONS = (
     *layouts.MUTATIONS,
@@ -10,4 +10,5 @@ MUTATIONS = (
     *training.MUTATIONS,
     *models.MUTATIONS,
     *proofs.MUTATIONS,
+    *schedules.MUTATIONS,
 )
