@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from dtensor_lm.collectives import BoundEdge, GroupParts
 from dtensor_lm.errors import ModelError
-from dtensor_lm.layout import block
+from dtensor_lm.layout import Layout, block
 from dtensor_lm.mesh import Mesh
 from dtensor_lm.ops.dropout import Moment, Site
 from dtensor_lm.region import bind, signature
@@ -139,14 +140,9 @@ class _RegionCall:
             for name, (_, size, axes) in plan.indices.items()
         }
         self.supplied.update({n: GroupParts(mesh, axes) for n, axes in plan.reducers.items() if axes})
+        rows = owner.program.batch // owner.program.micro_batches
         self.sites = {
-            name: Site(
-                f"{plan.path}.{name}",
-                [owner.program.batch if dim.names == ("batch",) else dim.size for dim in layout.dims],
-                layout.box(place),
-                batch_dim=next((i for i, dim in enumerate(layout.dims) if dim.names == ("batch",)), None),
-                device=device,
-            )
+            name: _site(f"{plan.path}.{name}", layout, rows, owner.program.micro_batches, place, device)
             for name, layout in plan.randoms.items()
         }
         self.parameters = []
@@ -180,6 +176,18 @@ class _RegionCall:
             edge_ = self.outputs[0] if self.outputs else None
             return edge_(out) if edge_ else out
         return tuple(e(x) if e else x for e, x in zip(self.outputs, out, strict=True))
+
+
+def _site(
+    name: str, layout: Layout, rows: int, micro_batches: int, place: Mapping[str, int], device: torch.device
+) -> Site:
+    """This rank's part of random numbers for all rows of a step, of which a micro-batch has `rows`."""
+    whole, row_stride = [dim.size for dim in layout.dims], 0
+    for i, dim in enumerate(layout.dims):
+        if dim.names[0] == "batch":
+            whole[i] *= micro_batches
+            row_stride = dim.size // rows * math.prod(whole[i + 1 :])
+    return Site(name, whole, layout.box(place), row_stride=row_stride, device=device)
 
 
 class _UnitCall:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dtensor_lm.errors import ModelError, nearest
-from dtensor_lm.region import SUPPLIED, TensorSpec, factors, is_region, signature
+from dtensor_lm.region import SUPPLIED, Region, TensorSpec, factors, is_region, signature
 
 Shape = tuple[int, ...]
 
@@ -48,6 +50,11 @@ class Signatures:
     def __init__(self, model: nn.Module) -> None:
         self.faults: list[str] = []
         self.regions = {path: m for path, m in model.named_modules() if is_region(m)}
+        self.second = _second_names(model)
+        self.faults += [
+            f"{path}: the module {first} under a second name: use one name, and call it as often as you like"
+            for path, first in self.second.items()
+        ]
         if "" not in self.regions:
             raise ModelError("the model itself must be a region: give its class a `region` with inputs and outputs")
         self.parents: dict[str, str | None] = {"": None}
@@ -81,7 +88,7 @@ class Signatures:
                 self.learn(path, spec, tuple(parameter.shape), prefix + local)
                 self.uses.append(Use(path, local, names[id(parameter)], spec))
         for name, _ in model.named_parameters(remove_duplicate=False):
-            if name not in claimed:
+            if name not in claimed and not any(name.startswith(f"{path}.") for path in self.second):
                 owner = next(p for p in _above(name) if p in self.regions)
                 local = name[len(owner) + 1 :] if owner else name
                 self.faults.append(
@@ -140,6 +147,18 @@ class Signatures:
         return found
 
 
+def _second_names(model: nn.Module) -> dict[str, str]:
+    """Other names of modules that have one already, with parameters below them -> their first name."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        known = first.setdefault(id(module), path)
+        inside = any(path.startswith(f"{other}.") for other in found)
+        if known != path and not inside and next(module.parameters(), None) is not None:
+            found[path] = known
+    return found
+
+
 def names_of(
     regions: Mapping[str, nn.Module], parents: Mapping[str, str | None]
 ) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
@@ -159,6 +178,29 @@ def names_of(
             if crossing.outer.kind == "float":
                 floats[parent].update(names)
     return {p: (frozenset(floats[p]), frozenset(every[p])) for p in floats}
+
+
+def argument_fault(region: Region, name: str, value: Any) -> str:
+    """What is wrong with an argument that a region is given; '' if nothing is."""
+    if isinstance(value, Tensor):
+        return "" if name in region.inputs else f"input {name} is a tensor without a signature"
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        return f"input {name} is a {type(value).__name__} that holds tensors: pass each as an argument with a signature"
+    return ""
+
+
+def output_fault(region: Region, out: Any) -> str:
+    """What is wrong with what a region returns; '' if nothing is."""
+    if region.single:
+        return (
+            "" if isinstance(out, Tensor) else f"returns a {type(out).__name__}, its signature has one output, a tensor"
+        )
+    if not isinstance(out, tuple | list):
+        return f"returns a {type(out).__name__}, its signature has a tuple of {len(region.outputs)} outputs"
+    if len(out) != len(region.outputs):
+        return f"returns {len(out)} outputs, its signature has {len(region.outputs)}"
+    bad = [i for i, x in enumerate(out) if not isinstance(x, Tensor) and x is not None]
+    return f"output {bad[0]} is a {type(out[bad[0]]).__name__}: outputs are tensors, or None" if bad else ""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

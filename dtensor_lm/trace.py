@@ -19,7 +19,16 @@ from dtensor_lm.errors import ModelError, nearest
 from dtensor_lm.likeness import likeness, plain
 from dtensor_lm.ops.dropout import Moment, Random, Site
 from dtensor_lm.region import Region, TensorSpec, bind, signature
-from dtensor_lm.signatures import Shape, Signatures, Use, Value, dtype_name, value_of
+from dtensor_lm.signatures import (
+    Shape,
+    Signatures,
+    Use,
+    Value,
+    argument_fault,
+    dtype_name,
+    output_fault,
+    value_of,
+)
 
 
 @dataclass
@@ -121,8 +130,8 @@ class _Tracer(Signatures):
                 return self._copy(path, *self.seen[key])
             before, first = set(self.saved[path]), len(self.calls)
             out = forward(*args, **kwargs)
-            values = [out] if isinstance(out, Tensor) else list(out)
-            if all(isinstance(v, Tensor) for v in values):
+            values = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
+            if values and all(isinstance(v, Tensor) for v in values):
                 results = [value_of(v) for v in values]
                 saved = self.saved[path] - before
                 self.seen[key] = (path, self.calls[first:], results, saved, isinstance(out, Tensor))
@@ -153,20 +162,18 @@ class _Tracer(Signatures):
             call = Call(path, self.parents[path])
             self.calls.append(call)
             arguments = binder(*args, **kwargs)
-            drawn: list[tuple[str, TensorSpec]] = []
             for name, value in list(arguments.arguments.items()):
                 crossing = region.inputs.get(name)
-                if crossing is None:
-                    if isinstance(value, Tensor):
-                        self.faults.append(f"{path or 'the model'}: input {name} is a tensor without a signature")
+                if fault := argument_fault(region, name, value):
+                    self.faults.append(f"{path or 'the model'}: {fault}")
+                elif crossing is None:
+                    pass
                 elif crossing.inner.kind == "reduce":
                     arguments.arguments[name] = _Recorder(call, crossing.inner.names[0])
-                elif crossing.inner.kind == "random":
-                    drawn.append((name, crossing.inner))
                 elif isinstance(value, Tensor):
                     self._tensor(call, name, value, crossing.inner, crossing.outer)
                     call.inputs[name] = value_of(value)
-            for name, spec in drawn:
+            for name, spec in _randoms(region).items():
                 arguments.arguments[name] = self._random(path, name, spec)
             self.stack.append(call)
             for holder, attribute, parameter in own:
@@ -175,15 +182,12 @@ class _Tracer(Signatures):
 
         return hook
 
-    def _random(self, path: str, name: str, spec: TensorSpec) -> Random | None:
+    def _random(self, path: str, name: str, spec: TensorSpec) -> Random:
+        """Numbers of the shape that is known here; what an inner region brings later is looked at in the end."""
         known = self.sizes[path]
-        if missing := [n for n in spec.names if n not in known]:
-            self.faults.append(
-                f"{path or 'the model'}: {name}: no tensor has the name {missing[0]!r}{nearest(missing[0], known)}"
-            )
-            return None
-        shape = [math.prod(known[n] for n in names) for names in spec.dims]
-        return Site(f"{path}.{name}", shape, [(0, n) for n in shape], device="meta").at(self.moment)
+        shape = [math.prod(known.get(n, 1) for n in names) for names in spec.dims]
+        box = [(0, n) for n in shape] if known.keys() >= {*spec.names} else []
+        return Site(f"{path}.{name}", shape, box, device="meta").at(self.moment)
 
     def _tensor(self, call: Call, name: str, value: Tensor, inner: TensorSpec, outer: TensorSpec) -> None:
         what = f"{call.path or 'the model'}: {name}"
@@ -200,18 +204,28 @@ class _Tracer(Signatures):
             call = self.stack.pop()
             for holder, attribute, _parameter in own:
                 holder._parameters[attribute] = None
-            values = [out] if region.single or isinstance(out, Tensor) else list(out)
-            if len(values) != len(region.outputs):
-                self.faults.append(f"{path}: {len(values)} outputs, {len(region.outputs)} in the signature")
+            if fault := output_fault(region, out):
+                self.faults.append(f"{path or 'the model'}: {fault}")
                 return
+            values = [out] if region.single else list(out)
             for i, (value, crossing) in enumerate(zip(values, region.outputs, strict=True)):
                 if isinstance(value, Tensor):
                     self._tensor(call, f"output {i}", value, crossing.inner, crossing.outer)
                     call.outputs.append(value_of(value))
                 else:
                     call.outputs.append(None)
+            for name, spec in _randoms(region).items():
+                self.faults += [
+                    f"{path or 'the model'}: {name}: no tensor has the name {n!r}{nearest(n, self.sizes[path])}"
+                    for n in spec.names
+                    if n not in self.sizes[path]
+                ]
 
         return hook
+
+
+def _randoms(region: Region) -> dict[str, TensorSpec]:
+    return {name: crossing.inner for name, crossing in region.inputs.items() if crossing.inner.kind == "random"}
 
 
 class _NoRandomness(TorchDispatchMode):

@@ -25,6 +25,7 @@ from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.state import wrap
 from dtensor_lm.testing import check_regions
 from dtensor_lm.testing.equivalence import Reference, compare, gathered, parts, random_batch, worst
+from dtensor_lm.testing.local import assert_equivalent
 from dtensor_lm.testing.workers import pool
 
 SMALL = GPTConfig(vocab=16, embed=16, layers=2, heads=8, seq=8, dropout=0.5, attention_dropout=0.25)
@@ -140,7 +141,7 @@ def test_masks_are_dropouts(alone: dict[str, Tensor]) -> None:
 @pytest.mark.quick
 def test_masks_depend_on_seed_step_and_site_and_on_nothing_else() -> None:
     def mask(seed: int = 0, step: int = 0, site: str = "a", row: int = 0) -> Tensor:
-        return Site(site, (8, 4), [(0, 4), (0, 4)], batch_dim=0).at(Moment.of(seed, step, row)).keep(0.5, (4, 4))
+        return Site(site, (8, 4), [(0, 4), (0, 4)], row_stride=4).at(Moment.of(seed, step, row)).keep(0.5, (4, 4))
 
     assert torch.equal(mask(), mask())
     for other in (mask(seed=1), mask(step=1), mask(site="b"), mask(row=4), mask(seed=1, step=0), mask(seed=0, step=1)):
@@ -327,3 +328,78 @@ def test_dropout_as_an_option() -> None:
         dl.models.build("tiny", dropout=0.3)
     with pytest.raises(dl.errors.ConfigError, match=r"dropout is 1\.0: must be at least 0 and below 1"):
         CheckConfig(model="tiny-gpt", dropout=1.0).validate()
+
+
+class Flat(nn.Module):
+    """Draws for tokens whose batch and sequence are one dim, in the root by a name that only its parameter has."""
+
+    region = dl.Region(
+        inputs={"tokens": "int batch seq", "labels": "int batch seq", "random": "random (batch seq) embed"},
+        outputs="+batch +seq =",
+        params={"weight": "vocab embed"},
+        cuts="batch embed",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seq, self.weight = SEQ, nn.Parameter(torch.empty(16, 4))
+        nn.init.normal_(self.weight)
+
+    def forward(self, tokens: Tensor, labels: Tensor, random: Random | None = None) -> Tensor:
+        x = nn.functional.embedding(tokens.flatten(), self.weight)
+        return (dropout(x, 0.5, random).square().sum(-1) * (labels.flatten() != -100)).sum()
+
+
+def flat() -> nn.Module:
+    return dl.abstract(Flat)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("mesh", ["", "dp=2"])
+def test_rows_that_share_a_dim_with_positions(mesh: str, micro: int) -> None:
+    assert assert_equivalent(
+        flat(), Plan({"batch": "dp"}), dl.Mesh.parse(mesh), batch=6, seq=SEQ, micro_batches=micro, steps=2
+    )
+
+
+class Late(Flat):
+    region = dl.Region(
+        inputs={"tokens": "int batch seq", "labels": "int batch seq", "random": "random batch res embed"},
+        outputs="+batch +seq =",
+        params={"weight": "vocab embed"},
+        cuts="batch",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = Dropout(0.5, "batch res embed")
+
+    def forward(self, tokens: Tensor, labels: Tensor, random: Random | None = None) -> Tensor:
+        x = self.drop(nn.functional.embedding(tokens, self.weight))
+        return (dropout(x, 0.5, random).square().sum(-1) * (labels != -100)).sum()
+
+
+class Swapped(Flat):
+    region = dl.Region(
+        inputs={"tokens": "int batch seq", "labels": "int batch seq", "random": "random (seq batch) embed"},
+        outputs="+batch +seq =",
+        params={"weight": "vocab embed"},
+    )
+    batch = 1
+
+
+def test_a_name_that_an_inner_region_brings() -> None:
+    model = dl.abstract(Late)
+    assert check_regions(model).ok
+    assert assert_equivalent(model, Plan({"batch": "dp"}), dl.Mesh(dp=2), batch=4, seq=SEQ, micro_batches=2, steps=0)
+
+
+@pytest.mark.quick
+def test_names_that_random_numbers_cannot_have() -> None:
+    with pytest.raises(dl.PlanError, match=r"rows of a micro-batch are not together in 'random \(seq batch\) embed'"):
+        dl.resolve(dl.abstract(Swapped), Plan(), dl.Mesh(), batch=1, seq=SEQ)
+    for names in ("batch (heads head_dim)", "batch +seq", "batch ="):
+        with pytest.raises(ValueError, match="write names of dims"):
+            Dropout(0.5, names)
+    with pytest.raises(ValueError, match="a number, at least 0 and below 1"):
+        Dropout("0.1", "batch")

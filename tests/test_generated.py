@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 import dtensor_lm as dl
 from dtensor_lm import edges
-from dtensor_lm.errors import ConfigError
+from dtensor_lm.errors import ConfigError, UserError
 from dtensor_lm.mesh import Mesh
 from dtensor_lm.sharding_plans import Plan
 from dtensor_lm.testing.case import LABELS, Case, _compare, batch_of, run
 from dtensor_lm.testing.equivalence import Report
 from dtensor_lm.testing.shrink import assert_case, smallest
 from dtensor_lm.testing.strategies import cases, models, roles
-from dtensor_lm.testing.workers import pool
+from dtensor_lm.testing.workers import WorkerError, pool
 
 # `assert_case` makes a failing case small; hypothesis need not.
 RELAXED = settings(
@@ -111,6 +111,10 @@ def test_a_case_is_a_command_that_reads_as_the_same_case() -> None:
             '{"modle": "tiny", "batch": "2", "labels": "som"}',
             ["unknown field 'modle' (did you mean model?)", "batch: '2' is not a int", "labels: 'som' (did you mean"],
         ),
+        (
+            '{"steps": -1, "batch": true, "seed": 99999999999}',
+            ["steps is -1: from 0", "batch: True is not a int", "seed is 99999999999: from 0 to 2**31 - 1"],
+        ),
     ],
 )
 def test_cases_that_cannot_be_read(text: str, faults: list[str]) -> None:
@@ -157,7 +161,37 @@ def test_what_fails_shrinks_to_a_small_command() -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    "case, said",
+    [
+        (Case("tiny", {"heads": 0}), "model tiny cannot be built with {'heads': 0}: ZeroDivisionError"),
+        (Case("tiny", {"layers": "two"}), "model tiny cannot be built with {'layers': 'two'}: TypeError"),
+        (Case("tiny-gpt", {"seq": 4}, seq=8), "a sequence of 8, but the table has 4 positions (seq)"),
+        (Case("tiny", {"layers": 1}, "a=100", {"compute": {"batch": "a"}}, batch=100), "has 100 ranks: at most 64"),
+    ],
+    ids=["heads", "layers", "positions", "ranks"],
+)
+def test_cases_that_cannot_run(case: Case, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        run(case)
+    assert said in str(error.value)
+
+
+@pytest.mark.quick
 def test_a_case_that_fails_is_reported_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor_lm.testing.shrink.run", lambda case: Report(loss_error=float(case.seed == 0)))
-    with pytest.raises(AssertionError, match=r"not equal to one device: .*\npython -m dtensor_lm\.testing\.case .*\n"):
+    """By how it fails: a smaller case that raises is another failure than one that differs."""
+
+    def ran(case: Case) -> Report:
+        if case.seed == 0:
+            raise WorkerError("rank 1 of 2 failed")
+        return Report(loss_error=float(case.batch > 1))
+
+    monkeypatch.setattr("dtensor_lm.testing.shrink.run", ran)
+    command = r"python -m dtensor_lm\.testing\.case "
+    with pytest.raises(
+        AssertionError, match=rf"not equal to one device: .*\n{command}.*seed.: 5.*\nfound as {command}"
+    ):
+        assert_case(Case("tiny", {"layers": 1}, batch=4, seed=5))
+    with pytest.raises(AssertionError, match=rf"fails on its ranks: rank 1 of 2 failed\n{command}"):
         assert_case(Case("tiny", {"layers": 1}))
+    assert_case(Case("tiny", batch=1, seed=5))

@@ -147,6 +147,8 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(torch.empty(c.seq, c.embed))
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> Tensor:
+        if x.shape[1] > len(self.weight):
+            raise ValueError(f"a sequence of {x.shape[1]}, but the table has {len(self.weight)} positions (seq)")
         return x + F.embedding(indices(index, x.shape[1], x.device), self.weight)
 
 

@@ -32,7 +32,8 @@ class Site:
     """A place in a model that draws, and which part of its numbers this rank holds.
 
     name: region and argument, the same on every rank. whole: the global shape, with all rows of a step;
-    box: (start, stop) per dim of this rank's block. Without both, the whole of whatever shape is asked for.
+    box: (start, stop) per dim of this rank's block of a micro-batch that begins with row 0; row_stride: numbers from
+    one row to the next. Without whole and box, the whole of whatever shape is asked for.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class Site:
         whole: Sequence[int] = (),
         box: Sequence[tuple[int, int]] = (),
         *,
-        batch_dim: int | None = None,
+        row_stride: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         self.name = name
         self.keys = torch.tensor([signed(key) for key in keys(name)], device=device)
         self.lines = _lines(whole, box, device) if box else None
-        self.row_stride = math.prod(whole[batch_dim + 1 :]) if batch_dim is not None else 0
+        self.row_stride = row_stride
 
     def at(self, moment: Moment) -> Random:
         first, second = torch.bitwise_xor(self.keys, moment.keys).unbind()
@@ -86,8 +87,7 @@ def dropout(x: Tensor, p: float, random: Random | None, training: bool = True) -
     random: the region's input `random ...` with the names of x's dims; without one (plain PyTorch on one device)
     torch's own generator draws.
     """
-    if not 0 <= p < 1:
-        raise ValueError(f"dropout {p!r}: at least 0 and below 1")
+    _check(p)
     if not training or p == 0:
         return x
     if random is None:
@@ -95,16 +95,22 @@ def dropout(x: Tensor, p: float, random: Random | None, training: bool = True) -
     return x.masked_fill(~random.keep(p, x.shape), 0) * (1 / (1 - p))
 
 
+def _check(p: float) -> None:
+    if not isinstance(p, int | float) or not 0 <= p < 1:
+        raise ValueError(f"dropout {p!r}: a number, at least 0 and below 1")
+
+
 class Dropout(nn.Module):
     """`nn.Dropout` with names: `Dropout(0.1, "batch res embed")`. A region of its own, so its caller names nothing.
 
-    names: of the dims of its input, every one of which may be cut.
+    names: of the dims of its input, every one of which may be cut. Raises ValueError for other text.
     """
 
     def __init__(self, p: float, names: str) -> None:
         super().__init__()
-        if not 0 <= p < 1:
-            raise ValueError(f"dropout {p!r}: at least 0 and below 1")
+        _check(p)
+        if not all(name.isidentifier() for name in names.split()):
+            raise ValueError(f"dropout over {names!r}: write names of dims, such as 'batch res embed'; none is fused")
         self.p, self.region = p, _region(names)
 
     def forward(self, x: Tensor, random: Random | None = None) -> Tensor:
@@ -114,5 +120,4 @@ class Dropout(nn.Module):
 @functools.cache
 def _region(names: str) -> Region:
     """One object per text: equal layers are found by comparing what they hold."""
-    dims = names.replace("(", " ").replace(")", " ").split()
-    return Region({"x": names, "random": f"random {names}"}, names, cuts=" ".join(dims))
+    return Region({"x": names, "random": f"random {names}"}, names, cuts=names)

@@ -256,6 +256,9 @@ class _Resolver:
                 dims = crossing.inner.dims
                 shape = tuple(math.prod(sizes[n] for n in names) for names in dims)
                 randoms[name] = self._layout(path, crossing.inner, Value(shape, "int64", False))
+                if any("batch" in names[1:] for names in dims):
+                    self.checks.add(path, f"{name}: rows of a micro-batch are not together in '{crossing.inner}': name "
+                                    "batch first in its dim")  # fmt: skip
                 if count > self.micro:
                     self.checks.add(path, f"draws random numbers ({name}) and is called {count // self.micro} times in "
                                     "a step, each time the same: give every call a module of its own")  # fmt: skip

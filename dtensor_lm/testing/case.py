@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dtensor_lm import models
 from dtensor_lm.errors import ConfigError, UserError, nearest
+from dtensor_lm.from_config import MOST_LOCAL_RANKS
 from dtensor_lm.mesh import Mesh
 from dtensor_lm.models.own import own
 from dtensor_lm.ops.cross_entropy import IGNORE
@@ -75,7 +76,13 @@ class Case:
         faults += [
             f"{name}: {data[name]!r} is not a {kind.__name__}"
             for name, kind in known.items()
-            if name in data and not isinstance(data[name], kind)
+            if name in data and (not isinstance(data[name], kind) or isinstance(data[name], bool))
+        ]
+        least = {"batch": 1, "seq": 1, "micro_batches": 1, "steps": 0, "seed": 0}
+        faults += [
+            f"{name} is {data[name]}: from {low} to 2**31 - 1"
+            for name, low in least.items()
+            if type(data.get(name)) is int and not low <= data[name] < 2**31
         ]
         labels = data.get("labels", "all")
         if isinstance(labels, str) and labels not in LABELS:
@@ -85,9 +92,16 @@ class Case:
         return cls(**data)
 
     def build(self) -> nn.Module:
-        if ":" not in self.model:
+        """The model. Raises `ConfigError` where it cannot be built so."""
+        if ":" in self.model:
+            return own(self.model, self.changes)
+        try:
             return models.build(self.model, **self.changes)
-        return own(self.model, self.changes)
+        except UserError:
+            raise
+        except Exception as error:  # whatever its code says of such sizes
+            what = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"model {self.model} cannot be built with {dict(self.changes)}: {what}") from error
 
     def program(self) -> Program:
         return resolve(
@@ -119,8 +133,10 @@ def batch_of(program: Program, labels: str, seed: int) -> dict[str, Tensor]:
 
 
 def run(case: Case, timeout: float = 60.0) -> Report:
-    """Compares on local gloo ranks. Raises `UserError` where the case does not resolve."""
+    """Compares on local gloo ranks. Raises `UserError` where the case does not resolve, or has too many ranks."""
     program = case.program()
+    if program.mesh.size > MOST_LOCAL_RANKS:
+        raise ConfigError(f"mesh {program.mesh} has {program.mesh.size} ranks: at most {MOST_LOCAL_RANKS} start here")
     return pool(program.mesh.size).run(_compare, program, case, timeout=timeout)[0]
 
 

@@ -281,7 +281,7 @@ def _faults(
 
 def _error(parts: list[Tensor], how: str, dim: int, whole: Tensor) -> float:
     """How far the parts are from the whole, relative to its largest element (absolute if that is zero)."""
-    joined = [x.detach().double() for x in parts]
+    joined, whole = [x.detach().double() for x in parts], whole.detach().double()
     if how == "slices" and all(x.ndim == whole.ndim for x in joined):
         joined = [torch.cat(joined, dim)]
     elif how == "addends":
@@ -290,6 +290,6 @@ def _error(parts: list[Tensor], how: str, dim: int, whole: Tensor) -> float:
         return math.inf
     if not whole.numel():
         return 0.0
-    scale = whole.detach().double().abs().max().item()
+    scale = whole.abs().max().item()
     error = torch.stack([(x - whole).abs().max() for x in joined]).max().item()
     return error / scale if not scale <= 1e-12 else error

@@ -5,7 +5,8 @@ Both are compared with the exact result, float64 on one device at the same value
 
     a gradient         at most  2 e1 + u sqrt(ranks)    ranks addends meet in the compute dtype
     loss and norm      at most  2 e1 + u sqrt(3 calls)  calls of regions, of about three roundings each
-    parameters, SGD    at most  (2 max e1 + u sqrt(ranks)) of the way they went, and `steps` roundings of the masters
+    parameters, SGD    at most  2 e1 of their own, (2 max e1 + u sqrt(ranks)) of the way they went, and `steps`
+                                roundings of the masters
 
 The roundings of a sum are independent, so they grow with the root of their number (Higham and Mary 2019). AdamW
 divides a gradient by its own size, so where that is nothing but rounding no bound holds: its copies are compared only.
@@ -53,16 +54,24 @@ def judge_gradients(
 
 
 def judge_parameters(
-    report: Report, program: Program, trained: Whole, expected: Whole, before: Whole, largest: float, steps: int
+    report: Report, program: Program, found: tuple[Whole, Whole, Whole, Whole], largest: float, steps: int
 ) -> None:
-    """Fills error and bound of the parameters after steps of SGD. largest: what `judge_gradients` returned."""
+    """Fills error and bound of the parameters after steps of SGD.
+
+    found: the mesh's, the exact ones, one device's, and those before. largest: what `judge_gradients` returned.
+    """
+    trained, exact, one, before = found
     share = 2 * largest + ROUNDOFF[program.dtype] * math.sqrt(program.mesh.size)
     rounding = steps * ROUNDOFF[program.master_dtype]
-    sizes = {n: float(p.double().norm()) or 1.0 for n, p in expected.items()}
-    errors = {n: float((trained[n].double() - p.double()).norm()) / sizes[n] for n, p in expected.items()}
-    ways = {n: float((p.double() - before[n].double()).norm()) for n, p in expected.items()}
+    sizes = {n: float(p.double().norm()) or 1.0 for n, p in exact.items()}
+
+    def apart(a: Whole, b: Whole, n: str) -> float:
+        return float((a[n].double() - b[n].double()).norm())
+
+    ways = {n: apart(exact, before, n) for n in exact}
     floor = FLOOR * max(ways.values())
-    bounds = {n: share * max(way, floor) / sizes[n] + rounding for n, way in ways.items()}
+    errors = {n: apart(trained, exact, n) / sizes[n] for n in exact}
+    bounds = {n: (share * max(way, floor) + 2 * apart(one, exact, n)) / sizes[n] + rounding for n, way in ways.items()}
     report.worst_parameter = worst = _worst({n: errors[n] / bounds[n] for n in bounds})
     report.max_param_error, report.bounds["max_param_error"] = errors[worst], bounds[worst]
 

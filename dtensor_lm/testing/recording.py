@@ -19,6 +19,7 @@ from dtensor_lm.models.single import drawing
 from dtensor_lm.ops.cross_entropy import IGNORE
 from dtensor_lm.ops.dropout import Moment
 from dtensor_lm.region import Region, bind, factors, is_region, signature
+from dtensor_lm.signatures import argument_fault, output_fault
 
 BATCH, SEQ = 6, 12  # both divide by 2 and 3
 MOMENT = Moment.of(0, 0)  # whose random numbers a region gets
@@ -100,6 +101,10 @@ def record(model: nn.Module, arguments: Mapping[str, Tensor]) -> list[Call]:
 
     def enter(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         bound = bind(module.forward)(*args, **kwargs)
+        region = signature(module)
+        faults = [fault for n, v in bound.arguments.items() if (fault := argument_fault(region, n, v))]
+        if faults:
+            raise ModelError(f"{path or 'the model'} contradicts its signature:", faults)
         bound.arguments.update({n: kept(v) for n, v in bound.arguments.items()})
         calls.append(Call(path, module, bound))
         if stack:
@@ -107,7 +112,10 @@ def record(model: nn.Module, arguments: Mapping[str, Tensor]) -> list[Call]:
         stack.append(calls[-1])
 
     def leave(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        stack.pop().outputs = [kept(x) for x in outputs_of(signature(module), out)]
+        call = stack.pop()
+        if fault := output_fault(signature(module), out):
+            raise ModelError(f"{call.path or 'the model'} contradicts its signature:", [fault])
+        call.outputs = [kept(x) for x in outputs_of(signature(module), out)]
 
     for path, module in model.named_modules():
         if is_region(module):

@@ -13,17 +13,28 @@ from dtensor_lm.errors import UserError
 from dtensor_lm.mesh import Mesh
 from dtensor_lm.sharding_plans.plan import TABLES, Plan
 from dtensor_lm.testing.case import Case, run
+from dtensor_lm.testing.workers import WorkerError
 
 MOST_TRIES = 150
 
 
 def assert_case(case: Case) -> None:
     """Runs a case. Raises AssertionError with the report and the command of the smallest case that fails as it does."""
-    report = run(case)
-    if report.ok:
+    failure = _failure(case)
+    if failure is None:
         return
-    small = smallest(case, lambda other: not run(other).ok)
-    raise AssertionError(f"not equal to one device: {run(small)}\n{small.command()}\nfound as {case.command()}")
+    small = smallest(case, lambda other: (found := _failure(other)) is not None and found[0] == failure[0])
+    what = _failure(small) or failure
+    raise AssertionError(f"{what[1]}\n{small.command()}\nfound as {case.command()}")
+
+
+def _failure(case: Case) -> tuple[str, str] | None:
+    """(kind, text) of how a case fails: it differs from one device, or a rank raises."""
+    try:
+        report = run(case)
+    except WorkerError as error:
+        return "raises", f"fails on its ranks: {error}"
+    return None if report.ok else ("differs", f"not equal to one device: {report}")
 
 
 def smallest(case: Case, fails: Callable[[Case], bool]) -> Case:
