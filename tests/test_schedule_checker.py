@@ -210,6 +210,8 @@ def test_which_numbers_of_micro_batches_are_refused() -> None:
         refused = {"interleaved-1f1b": {7, 10, 11, 13, 14, 16, 17, 19}, "dualpipe-v": set(range(1, 6))}
         refused["interleaved-zero-bubble"] = refused["interleaved-1f1b"]
         assert set(range(1, 20)) - accepted == refused.get(kind, set())
+    for kind in ("interleaved-1f1b", "interleaved-zero-bubble"):  # with one stage per rank there are no rounds
+        assert not any(faults(generate(kind, 3, m, virtual_stages=1)) for m in range(1, 20))
 
 
 def lowered(table: Schedule) -> bool:
@@ -258,7 +260,7 @@ def step_of_the_engine(csv: str, micro_batches: int) -> tuple[float, list[float]
 
 
 def test_the_engine_takes_tables_that_are_wrong() -> None:
-    """Forwards of the last stage out of order leave the loss exact, and make gradients wrong."""
+    """Forwards of the last stage out of order leave the loss exact, and make gradients wrong; torch 2.11 sees it."""
     right = pool(2).run(step_of_the_engine, "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", 2)
     x = torch.arange(4.0, dtype=torch.float64).reshape(2, 2)
     weights = [torch.ones(2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -268,9 +270,13 @@ def test_the_engine_takes_tables_that_are_wrong() -> None:
     assert [grads for _, grads in right] == [pytest.approx(w.grad.flatten().tolist(), abs=1e-9) for w in weights]
     for first, last in (("0F0,0F1,0B0,0B1", "1F1,1F0,1B0,1B1"), ("0F0,0F1,0B1,0B0", "1F1,1F0,1B1,1B0")):
         assert [each for each in faults(from_csv(f"{first}\n{last}\n")) if "must ascend" in each]
-        wrong = pool(2).run(step_of_the_engine, f"{first}\n{last}\n", 2)
-        assert wrong[1][0] == pytest.approx(loss.item(), abs=1e-9)
-        assert wrong[0][1] != pytest.approx(right[0][1], rel=1e-3)
+        try:
+            wrong = pool(2).run(step_of_the_engine, f"{first}\n{last}\n", 2)
+        except WorkerError as error:
+            assert torch.__version__ < "2.13" and "has gradients None" in str(error)
+        else:
+            assert wrong[1][0] == pytest.approx(loss.item(), abs=1e-9)
+            assert wrong[0][1] != pytest.approx(right[0][1], rel=1e-3)
     twice = pool(2).run(step_of_the_engine, "0F0,0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", 2)
     assert len(twice) == 2  # it comes to its end
     with pytest.raises(WorkerError, match="KeyError: 0"):

@@ -165,6 +165,13 @@ def test_an_overlapped_pair_is_its_two_actions() -> None:
     assert from_csv("0F0,1F0,(0F1;1B0)OVERLAP_F_B,0B0,1F1,1B1,0B1\n").rows == (row("0F0 1F0 0F1 1B0 0B0 1F1 1B1 0B1"),)
 
 
+@pytest.mark.quick
+def test_evaluation() -> None:
+    table = evaluation(vee(2), 2)
+    assert table.rows == (row("0F0 0F1 3F0 3F1"), row("1F0 1F1 2F0 2F1")) and not table.training
+    assert str(table).startswith("evaluation: 2 ranks, 4 stages, 2 micro-batches, forwards only\n")
+
+
 # What cannot be made
 
 
