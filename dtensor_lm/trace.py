@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor_lm.errors import ModelError, nearest
 from dtensor_lm.likeness import likeness, plain
 from dtensor_lm.ops.dropout import Moment, Random, Site
+from dtensor_lm.reach import Reach
 from dtensor_lm.region import Region, TensorSpec, bind, signature
 from dtensor_lm.signatures import (
     Shape,
@@ -76,6 +77,7 @@ class _Tracer(Signatures):
         self.calls: list[Call] = []
         self.stack: list[Call] = []
         self.seen: dict[Any, Any] = {}
+        self.reach = Reach()
         self.moment = Moment.of(0, 0, device="meta")
         self.storage = {p.untyped_storage()._cdata: n for n, p in model.named_parameters()}
         self.saved: dict[str, set[str]] = {unit: set() for unit in set(self.units.values())}
@@ -89,6 +91,7 @@ class _Tracer(Signatures):
         for path in units:
             self.regions[path].forward = self._once(path, self.regions[path])
         parameters = [(m, name, p) for m in model.modules() for name, p in m._parameters.items()]
+        names = {id(p): name for name, p in model.named_parameters()}
         modes = [(module, module.training) for module in model.modules()]
         model.train()  # a step trains, whatever mode the model is in
         for module, name, _ in parameters:
@@ -99,7 +102,8 @@ class _Tracer(Signatures):
                 torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t),
                 torch.enable_grad(),
             ):
-                model(**arguments)
+                out = model(**arguments)
+            reached = self.reach.settle(out, names)
         finally:
             for module, name, p in parameters:
                 module._parameters[name] = p
@@ -109,6 +113,12 @@ class _Tracer(Signatures):
                 del self.regions[path].forward
             for handle in handles:
                 handle.remove()
+        for name, value in self.parameters.items():
+            value.grad = name in reached
+        for call in self.calls:
+            if not any(value is not None and value.grad for value in call.outputs):
+                for value in call.inputs.values():
+                    value.grad = False
 
     def _pack(self, tensor: Tensor) -> Tensor:
         name = self.storage.get(tensor.untyped_storage()._cdata)
@@ -127,7 +137,7 @@ class _Tracer(Signatures):
             given = [(plain(v), isinstance(v, Tensor) and v.requires_grad) for v in args]
             key = (like, tuple(given), tuple((n, plain(v)) for n, v in kwargs.items()))
             if key in self.seen:
-                return self._copy(path, *self.seen[key])
+                return self._copy(path, [*args, *kwargs.values()], *self.seen[key])
             before, first = set(self.saved[path]), len(self.calls)
             out = forward(*args, **kwargs)
             values = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
@@ -139,7 +149,16 @@ class _Tracer(Signatures):
 
         return run
 
-    def _copy(self, path: str, first: str, calls: list[Call], results: list[Value], saved: set[str], one: bool) -> Any:
+    def _copy(
+        self,
+        path: str,
+        inputs: list[Any],
+        first: str,
+        calls: list[Call],
+        results: list[Value],
+        saved: set[str],
+        one: bool,
+    ) -> Any:
         def moved(name: str) -> str:
             return path + name[len(first) :] if name == first or name.startswith(first + ".") else name
 
@@ -149,9 +168,7 @@ class _Tracer(Signatures):
             self.sizes[moved(name)] = dict(self.sizes[name])
         self.sizes[path].update(self.sizes[first])
         self.saved[path] |= {moved(name) for name in saved}
-        out = [torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta") for v in results]
-        for value, tensor in zip(results, out, strict=True):
-            tensor.requires_grad_(value.grad)
+        out = self.reach.copy(results, inputs, moved)
         return out[0] if one else tuple(out)
 
     def _enter(self, path: str, module: nn.Module) -> Callable[..., Any]:
@@ -172,7 +189,7 @@ class _Tracer(Signatures):
                     arguments.arguments[name] = _Recorder(call, crossing.inner.names[0])
                 elif isinstance(value, Tensor):
                     self._tensor(call, name, value, crossing.inner, crossing.outer)
-                    call.inputs[name] = value_of(value)
+                    call.inputs[name] = self.reach.value(value)
             for name, spec in _randoms(region).items():
                 arguments.arguments[name] = self._random(path, name, spec)
             self.stack.append(call)
@@ -211,7 +228,7 @@ class _Tracer(Signatures):
             for i, (value, crossing) in enumerate(zip(values, region.outputs, strict=True)):
                 if isinstance(value, Tensor):
                     self._tensor(call, f"output {i}", value, crossing.inner, crossing.outer)
-                    call.outputs.append(value_of(value))
+                    call.outputs.append(self.reach.value(value))
                 else:
                     call.outputs.append(None)
             for name, spec in _randoms(region).items():

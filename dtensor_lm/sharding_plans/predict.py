@@ -83,10 +83,10 @@ def unit_collectives(gathers: Iterable[Gather], parameters: Mapping[str, Paramet
         where = f"{g.unit or 'model'}: parameters"
         for r in forward:
             yield Collective(r.op, r.axes, r.dtype, r.bytes, g.count, "forward", where)
-            if g.regather:
+            if g.regather and g.backward:
                 yield Collective(r.op, r.axes, r.dtype, r.bytes, g.count, "backward", where + " again")
         for r in backward:
-            if r.op == "reduce_scatter":
+            if r.op == "reduce_scatter" and g.backward:
                 yield Collective(r.op, r.axes, r.dtype, r.bytes, g.count, "backward", f"{g.unit or 'model'}: gradients")
 
 

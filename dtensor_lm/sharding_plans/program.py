@@ -84,6 +84,7 @@ class Gather:
     scatter: tuple[str, ...]
     regather: bool
     count: int
+    backward: bool = True  # whether a gradient reaches any of them
 
 
 @dataclass(frozen=True)

@@ -302,6 +302,7 @@ class _Resolver:
                 scatter,
                 self.plan.regather and bool(gather) and not self.trace.saved[unit].isdisjoint(names),
                 calls[unit] * self.micro,
+                any(self.trace.parameters[name].grad for name in names),
             )
             for (unit, gather, scatter), names in found.items()
         )
