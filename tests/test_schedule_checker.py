@@ -19,7 +19,7 @@ from dtensor_lm.errors import ScheduleError
 from dtensor_lm.schedules.checker import Peak, check, faults, peaks
 from dtensor_lm.schedules.library import KNOWN, evaluation, generate
 from dtensor_lm.schedules.table import Action, Row, Schedule, loop, row, vee
-from dtensor_lm.schedules.table_file import from_csv
+from dtensor_lm.schedules.table_file import from_csv, to_csv
 from dtensor_lm.testing.workers import WorkerError, pool
 
 # An independent answer: every rank is a coroutine with its own memory, tensors travel in mailboxes
@@ -142,7 +142,7 @@ def corrupt(table: Schedule, chance: random.Random) -> Schedule:
         line.insert(chance.randrange(len(line) + 1), action._replace(kind="W"))
     elif kind == "merge" and action.kind == "I":
         line[here] = action._replace(kind="B")
-        if chance.random() < 0.7:
+        if chance.random() < 0.7 and action._replace(kind="W") in line:
             line.remove(action._replace(kind="W"))
     elif kind == "other":
         line[here] = Action(
@@ -356,6 +356,17 @@ def mine(
             ],
         ),
         (
+            mine("0F0 1F1 2F2 3F3 4F4", placement=(0,) * 5, micro_batches=5),
+            [
+                "5 stages and 5 micro-batches, but only 5 actions: each stage needs a forward, and a backward in a "
+                "training, for each micro-batch"
+            ],
+        ),
+        (
+            Schedule("mine", (0,), 1, ((Action(0, "X", 0), Action(0, "F", 0), Action(0, "B", 0)),)),
+            ["rank 0: 0X0: there is no kind 'X', use F, B, I, W"],
+        ),
+        (
             mine("0F0 0B0", placement=(0, 2)),
             [
                 "1 rows, 1 micro-batches and stages on ranks [0, 2]: each rank needs a row and at least one stage, "
@@ -370,6 +381,23 @@ def test_every_fault_is_named(table: Schedule, texts: list[str]) -> None:
         with pytest.raises(ScheduleError) as caught:
             check(table)
         assert str(caught.value) == "\n  - ".join(["the schedule mine cannot be run:", *texts])
+
+
+cells = st.sampled_from(
+    [f"{s}{k}{i}" for s in range(3) for k in "FBIW" for i in range(3)] + ["", "(0F1;1B0)OVERLAP_F_B"]
+)
+
+
+@pytest.mark.quick
+@settings(deadline=None)
+@given(st.lists(st.lists(cells, max_size=8), max_size=4) | st.text('0123FBIW,;()\n"\0x ', max_size=40))
+def test_no_text_breaks_the_reader_or_the_checker(text: Any) -> None:
+    try:
+        table = from_csv(text if isinstance(text, str) else "\n".join(map(",".join, text)))
+    except ScheduleError:
+        return
+    assert runs(table) == (not faults(table))
+    assert from_csv(to_csv(table)) == table and len(str(table).splitlines()) == table.ranks + 1
 
 
 @pytest.mark.quick

@@ -57,6 +57,12 @@ def faults(schedule: Schedule) -> list[str]:
             f"{schedule.ranks} rows, {schedule.micro_batches} micro-batches and stages on ranks {sorted(owners)}: "
             "each rank needs a row and at least one stage, and there must be at least one micro-batch"
         ]
+    actions, pairs = sum(map(len, schedule.rows)), schedule.stages * schedule.micro_batches
+    if 2 * actions < pairs:  # most are missing: naming each one would take long and tell little
+        return [
+            f"{schedule.stages} stages and {schedule.micro_batches} micro-batches, but only {actions} actions: each "
+            "stage needs a forward, and a backward in a training, for each micro-batch"
+        ]
     return [*_each_once(schedule), *_rows(schedule), *_last_stage(schedule), *_deadlocks(schedule)]
 
 

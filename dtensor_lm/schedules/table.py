@@ -81,10 +81,18 @@ class Schedule:
     @property
     def virtual_stages(self) -> int:
         """The most stages that one rank has."""
-        return max(len(self.stages_of(rank)) for rank in range(self.ranks))
+        return max(map(len, self._stages_by_rank.values()))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+        """The stages of a rank, ascending."""
+        return self._stages_by_rank.get(rank, ())
+
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for stage, owner in enumerate(self.placement):
+            found.setdefault(owner, []).append(stage)
+        return {owner: tuple(stages) for owner, stages in found.items()}
 
     @cached_property
     def places(self) -> dict[Action, tuple[int, int]]:
@@ -102,6 +110,8 @@ class Schedule:
             return [Action(stage - 1, "F", micro_batch)] if stage else []
         if kind == "W":
             return [Action(stage, "I", micro_batch)]
+        if kind not in "BI":
+            return []
         above = [Action(stage + 1, half, micro_batch) for half in "BI"] if stage + 1 < self.stages else []
         sender = [each for each in above if each in self.places] or above
         return [Action(stage, "F", micro_batch), *sender[:1]]
