@@ -190,7 +190,10 @@ def factors(module: nn.Module, names: tuple[str, ...], size: int) -> dict[str, i
     if len(names) == 1:
         return {names[0]: size}
     if len(free) > 1:
-        raise ValueError(f"the fused dim ({' '.join(names)}) needs attributes for all but one of {', '.join(free)}")
+        raise ValueError(
+            f"the fused dim ({' '.join(names)}) needs attributes for all but one of {', '.join(free)}: "
+            f"set self.{free[-1]}"
+        )
     product = 1
     for value in known.values():
         product *= value

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dtensor_lm.config import CheckConfig
-from dtensor_lm.errors import ConfigError
+from dtensor_lm.errors import ConfigError, UserError, nearest
 from dtensor_lm.from_config import narrow_model_of
+from dtensor_lm.initial_values import recipes
+from dtensor_lm.mesh import Mesh
+from dtensor_lm.region import is_region, signature
+from dtensor_lm.sharding_plans.library import COMMON
+from dtensor_lm.sharding_plans.plan import Plan
+from dtensor_lm.sharding_plans.resolve import resolve
 
 if TYPE_CHECKING:
     from dtensor_lm.testing import Report, Violation
@@ -32,11 +38,15 @@ def check_regions(config: CheckConfig) -> int:
             f"{MOST_PARAMETERS:,}): write a function that returns a narrow model of the same code"
         )
     tokens = {"batch": config.batch or BATCH, "seq": config.seq or SEQ}
+    if is_region(model) and all(c.inner.kind != "float" for c in signature(model).inputs.values()):
+        # What no plan can use is said first: random operators, calls, names. A piece of a model is checked without.
+        resolve(model, Plan(), Mesh(), batch=tokens["batch"], seq=tokens["seq"])
     began = time.perf_counter()
     report = testing.check_regions(model, sizes=tokens, seed=config.seed)
     seconds = time.perf_counter() - began
     about = {"model": config.model, **tokens, "sizes": sizes, "parameters": count, "seconds": round(seconds, 3)}
-    print(json.dumps(data(report) | about) if config.json else text(report, model, about))
+    notes = _notes(model)
+    print(json.dumps(data(report) | about | {"notes": notes}) if config.json else text(report, model, about, notes))
     return 0 if report.ok else 1
 
 
@@ -52,7 +62,22 @@ def data(report: Report) -> dict[str, Any]:
     }
 
 
-def text(report: Report, model: nn.Module, about: dict[str, Any]) -> str:
+def _notes(model: nn.Module) -> list[str]:
+    """What the law does not see: names that look misspelt, initial values that ranks cannot draw."""
+    signatures = [signature(m) for m in model.modules() if is_region(m)]
+    specs = [spec for s in signatures for c in (*s.inputs.values(), *s.outputs) for spec in (c.outer, c.inner)]
+    specs += [spec for s in signatures for spec in s.params.values()]
+    names = {name for spec in specs for name in (*spec.names, *spec.sums)}
+    odd = {name: near for name in sorted(names - COMMON) if (near := nearest(name, COMMON))}
+    notes = [f"the name {name!r} is known to no ready plan{near}" for name, near in odd.items()]
+    try:
+        recipes(model)
+    except UserError as error:
+        notes += error.faults
+    return notes
+
+
+def text(report: Report, model: nn.Module, about: dict[str, Any], notes: list[str]) -> str:
     """The report for a person: the verdict, what was checked, and each violation once with its repair."""
     checked = _checked(report)
     regions = list(dict.fromkeys(r for r, _ in checked))
@@ -74,6 +99,7 @@ def text(report: Report, model: nn.Module, about: dict[str, Any]) -> str:
     lines += _violations(report)
     lines += [f"  not checked: {r or 'the model'}: {c}: no number of parts divides it" for r, c in report.unchecked]
     lines += [f"  hint: {r or 'the model'}: {c} is lawful too: it may be added to cuts" for r, c in report.hints]
+    lines += [f"  note: {note}" for note in notes]
     return "\n".join(lines)
 
 

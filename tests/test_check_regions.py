@@ -180,7 +180,8 @@ def test_a_violation_is_shown_once_with_its_repair_and_ends_with_1(folder: Path,
     start = lines.index("  VIOLATED mlp: ffn cut in 2 or 3 or 12 parts: add +ffn to output 0")
     tensors = ["output 0", "grad x", "grad up", "grad down"]
     assert [line.partition(" off by ")[0] for line in lines[start + 1 : start + 5]] == [f"    {t}:" for t in tensors]
-    assert lines[start + 5 :] == ["  hint: the model: embed is lawful too: it may be added to cuts"]
+    assert lines[start + 5] == "  hint: the model: embed is lawful too: it may be added to cuts"
+    assert all(line.startswith("  note: parameter mlp.") for line in lines[start + 6 :])  # torch.empty has no values
     code, out, _ = check(capsys, "--model", "wrong_mlp:Model", "--json")
     said = json.loads(out)
     assert code == 1 and not said["ok"] and said["sizes"] == {}
@@ -210,3 +211,82 @@ def test_models_that_cannot_be_checked(folder: Path, capsys: Capture) -> None:
     (folder / "wrong_region.py").write_text("from torch import nn\ndef build(): return nn.Linear(2, 2)\n")
     code, _, err = check(capsys, "--model", "wrong_region:build")
     assert code == 2 and err == "error: the model itself must be a region: give its class a `region`\n"
+
+
+WHOLE = """
+import torch.nn.functional as F
+from torch import nn
+from dtensor_lm import Region
+from dtensor_lm.ops import Dropout, Embedding, VocabularyLoss
+
+class MLP(nn.Module):
+    region = Region(
+        inputs={"x": "batch res embed -> batch seq embed"},
+        outputs="batch seq embed +ffn -> batch res embed",
+        params={"up.weight": "ffn embed", "down.weight": "embed ffn"},
+        cuts="batch seq ffn",
+    )
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.drop = Dropout(0.1, "batch seq embed")
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+class Inside(MLP):
+    def forward(self, x):
+        return self.drop(super().forward(x))
+
+class Odd(MLP):
+    region = Region(
+        inputs={"x": "batch res embed -> batch seq embd"},
+        outputs="batch seq embed +ffn -> batch res embed",
+        params={"up.weight": "ffn embd", "down.weight": "embed ffn"},
+        cuts="batch seq ffn",
+    )
+    def __init__(self):
+        super().__init__()
+        nn.init.orthogonal_(self.up.weight)
+
+class Model(nn.Module):
+    region = Region(
+        inputs={"tokens": "int batch seq", "labels": "int batch seq"},
+        outputs="+batch +seq =",
+        cuts="batch seq res seq+res",
+    )
+    def __init__(self, mlp=MLP):
+        super().__init__()
+        self.table, self.mlp, self.head = Embedding(12, 8), mlp(), VocabularyLoss(12, 8)
+    def forward(self, tokens, labels=None):
+        x = self.table(tokens)
+        return self.head(x + self.mlp(x), labels)
+
+class Mean(Model):
+    def forward(self, tokens, labels=None):
+        return super().forward(tokens, labels) / tokens.numel()
+
+class Random(Model):
+    def forward(self, tokens, labels=None):
+        x = F.dropout(self.table(tokens), 0.1)
+        return self.head(x + self.mlp(x), labels)
+
+inside, odd = lambda: Model(Inside), lambda: Model(Odd)
+"""
+
+
+@quick
+@pytest.mark.parametrize(
+    "name, code, said",
+    [
+        ("inside", 1, "ffn cut in 2 or 16 parts: drop gets addends over ffn: call it after this region, where they are "
+                      "summed"),
+        ("Mean", 1, "remove batch from cuts (or is an output a mean over it? a loss is the sum over tokens)"),
+        ("odd", 0, "note: the name 'embd' is known to no ready plan (did you mean embed?)"),
+        ("odd", 0, "note: parameter mlp.up.weight: nn.init.orthogonal_ cannot be replayed element by element"),
+        ("Random", 2, "is random, and would differ between ranks: use dtensor_lm.ops.Dropout"),
+    ],
+)  # fmt: skip
+def test_what_newcomers_do(folder: Path, capsys: Capture, name: str, code: int, said: str) -> None:
+    (folder / "newcomer.py").write_text(WHOLE)
+    ended, out, err = check(capsys, "--model", f"newcomer:{name}")
+    assert ended == code and said in out + err

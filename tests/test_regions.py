@@ -256,7 +256,8 @@ class MeanLoss(nn.Module):
 def test_local_size() -> None:
     report = check_regions(MeanLoss())
     assert found(report) == {("", c, t) for c in ("batch", "seq") for t in ("output 0", "grad x", "grad weight")}
-    assert hints(report) == {"remove batch from cuts", "remove seq from cuts"}
+    mean = "(or is an output a mean over it? a loss is the sum over tokens)"
+    assert hints(report) == {f"remove batch from cuts {mean}", f"remove seq from cuts {mean}"}
 
 
 class Scaled(nn.Module):

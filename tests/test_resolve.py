@@ -456,7 +456,8 @@ def test_a_signature_that_contradicts_parameters() -> None:
 
 def test_fused_dims_need_the_sizes_of_their_factors() -> None:
     with contradicts(
-        "body.up.weight: the fused dim (heads head_dim) needs attributes for all but one of heads, head_dim"
+        "body.up.weight: the fused dim (heads head_dim) needs attributes for all but one of heads, head_dim: "
+        "set self.head_dim"
     ):
         resolve_small(HEADS)
     with contradicts("body.up.weight: the fused dim (heads head_dim) of 16 is no multiple of 5"):

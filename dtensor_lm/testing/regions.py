@@ -180,9 +180,33 @@ def _hint(piece: Piece, cut: Cut, found: Mapping[int, list[Fault]], before: set[
     text = f"remove {_text(cut)} from cuts"
     if lawful:
         return f"{text}: it is lawful in {', '.join(lawful)} parts only"
+    if inner := _given_addends(piece, cut, k):
+        return f"{inner} gets addends over {_text(cut)}: call it after this region, where they are summed"
+    if any(_is_k_times(piece, f, k) for f in found[k]):
+        text += " (or is an output a mean over it? a loss is the sum over tokens)"
     others = [cut | {name} for name in piece.names() if name not in cut]
     together = [c for c in others if k in _numbers(piece, c, [k]) and not piece.faults(c, k, piece.specs)]
     return f"{text}: lawful as {' or '.join(map(_text, together))}" if together else text
+
+
+def _is_k_times(piece: Piece, fault: Fault, k: int) -> bool:
+    """Whether a scalar output is about k times too large in k parts, as a mean is."""
+    scalar = fault.tensor in piece.leave and not piece.specs[fault.tensor].dims
+    return scalar and fault.tensor.startswith("output") and abs(fault.error - (k - 1)) < 0.2 * (k - 1)
+
+
+def _given_addends(piece: Piece, cut: Cut, k: int) -> str:
+    """The region inside that is given what is not summed yet, such as dropout after a linear that sums; '' if none."""
+    for path, calls in piece.inner.items():
+        labels = [n for label, _ in calls for n in piece.specs if n.startswith((f"{label}.", f"{label} output"))]
+        specs = dict(piece.specs)
+        for label in labels:
+            spec = specs[label]
+            if spec.kind == "float" and not cut.intersection((*spec.names, *spec.sums)):
+                specs[label] = replace(spec, sums=(*spec.sums, *sorted(cut)))
+        if not piece.faults(cut, k, specs):
+            return path
+    return ""
 
 
 def _edits(piece: Piece, cut: Cut) -> Iterator[tuple[str, Mapping[str, TensorSpec]]]:
