@@ -49,5 +49,7 @@ def check(config: CheckConfig) -> int:
             print(f"{said}: {config.model} on mesh {config.mesh or '(one process)'}")
             rows = {**report.as_dict(), "bytes": f"{report.bytes} per rank in a step", **about}
             print("\n".join(f"  {key:22} {value}" for key, value in rows.items()))
+            if not report.ok:
+                print(f"is a signature wrong? dtensor-lm check --regions --model {config.model} says which")
         sys.stdout.flush()
     return 0 if report.ok else 1

@@ -13,6 +13,7 @@ from tests_models import MLP, Loss, Small, Table
 from torch import Tensor, nn
 
 import dtensor_lm as dl
+from dtensor_lm.errors import ModelError
 from dtensor_lm.sharding_plans import Plan
 from dtensor_lm.testing.equivalence import Report, compare, parts, random_batch
 from dtensor_lm.testing.workers import pool
@@ -154,3 +155,12 @@ def owns_both() -> Report:
 def test_parameters_of_the_model_itself_are_gathered_again_once() -> None:
     for report in pool(2).run(owns_both):
         assert report.ok, report
+
+
+def test_a_plan_or_mesh_of_another_kind() -> None:
+    with pytest.raises(ModelError) as error:
+        dl.resolve(tiny(), "standard", "tp=2")
+    assert error.value.faults == [
+        "'standard' is no Plan: give one, such as dtensor_lm.plans.standard()",
+        "'tp=2' is no Mesh: give one, such as dtensor_lm.Mesh(fsdp=2, tp=2)",
+    ]

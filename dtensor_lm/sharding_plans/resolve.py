@@ -42,6 +42,10 @@ def resolve(
 
     Raises `PlanError` with every fault of the plan, `ModelError` with every contradiction of the signatures.
     """
+    kinds = ((plan, Plan, "dtensor_lm.plans.standard()"), (mesh, Mesh, "dtensor_lm.Mesh(fsdp=2, tp=2)"))
+    if wrong := [f"{value!r} is no {kind.__name__}: give one, such as {such}" for value, kind, such in kinds
+                 if not isinstance(value, kind)]:  # fmt: skip
+        raise ModelError("resolve cannot use these arguments:", wrong)
     faults = [
         f"{name} is {value!r}: a whole number of at least 1"
         for name, value in (("batch", batch), ("seq", seq), ("micro_batches", micro_batches))
