@@ -160,7 +160,7 @@ def test_parameters_of_the_model_itself_are_gathered_again_once() -> None:
 def test_a_plan_or_mesh_of_another_kind() -> None:
     with pytest.raises(ModelError) as error:
         dl.resolve(tiny(), "standard", "tp=2")
-    assert error.value.faults == [
+    assert list(error.value.faults) == [
         "'standard' is no Plan: give one, such as dtensor_lm.plans.standard()",
         "'tp=2' is no Mesh: give one, such as dtensor_lm.Mesh(fsdp=2, tp=2)",
     ]
