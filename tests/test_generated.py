@@ -51,13 +51,14 @@ EVERY = st.one_of(models(), hard())
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("least, most", [(1, 2), (3, 4), (6, 8)])
+@pytest.mark.parametrize("least, most, share", [(1, 2, 1.3), (3, 4, 1.2), (6, 8, 0.5)])
 def test_what_is_generated_equals_one_device(
-    least: int, most: int, record_property: Callable[[str, object], None]
+    least: int, most: int, share: float, record_property: Callable[[str, object], None]
 ) -> None:
+    """In all three times as many as the profile says; eight ranks cost most."""
     drawn: Counter[str] = Counter()
 
-    @RELAXED
+    @settings(RELAXED, max_examples=round(share * settings.default.max_examples))
     @given(case=cases(EVERY, least=least, most=most, steps=STEPS))
     def property_(case: Case) -> None:
         drawn[roles(case)] += 1
@@ -70,7 +71,7 @@ def test_what_is_generated_equals_one_device(
 
 
 @pytest.mark.timeout(600)
-@settings(RELAXED, max_examples=12)
+@settings(RELAXED, max_examples=6)
 @given(case=cases(EVERY, most=4, least=2, steps=st.just(2), dtypes=st.just("float32")))
 def test_float32(case: Case) -> None:
     report = run(case)
@@ -138,10 +139,10 @@ def test_what_fails_shrinks_to_a_small_command() -> None:
     wide = Case(
         "tests.hard_models:build",
         {"sinks": True, "biases": True, "tied": True, "layers": 2, "experts": 2, "dropout": 0.2},
-        "dp=2,fsdp=2,tp=2",
-        {"compute": {"batch": ["dp", "fsdp"], "ffn": ["tp"], "vocab": ["tp"], "res": ["tp"], "kv_heads": ["tp"],
-                     "core_heads": ["tp"]}, "storage": {"embed": ["fsdp"]}, "optimizer": {"embed": ["fsdp", "dp"]}},
-        batch=24, seq=8, micro_batches=3, labels="rows", steps=2, seed=7,
+        "fsdp=2,tp=2",
+        {"compute": {"batch": ["fsdp"], "ffn": ["tp"], "vocab": ["tp"], "res": ["tp"], "kv_heads": ["tp"],
+                     "core_heads": ["tp"]}, "storage": {"embed": ["fsdp"]}},
+        batch=12, seq=8, micro_batches=3, labels="rows", steps=2, seed=7,
     )  # fmt: skip
     tried = []
 

@@ -6,6 +6,7 @@ python -m dtensor_lm.testing.case '{"model": "tiny", "mesh": "tp=2", "plan": {"c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shlex
 import sys
@@ -104,10 +105,16 @@ class Case:
             raise ConfigError(f"model {self.model} cannot be built with {dict(self.changes)}: {what}") from error
 
     def program(self) -> Program:
-        return resolve(
-            self.build(), Plan.from_dict(self.plan), Mesh.parse(self.mesh),
-            batch=self.batch, seq=self.seq, micro_batches=self.micro_batches, dtype=self.dtype,
-        )  # fmt: skip
+        return _program(json.dumps(dataclasses.asdict(self)))
+
+
+@functools.lru_cache(maxsize=2)  # a case is drawn, which resolves it, and then run
+def _program(text: str) -> Program:
+    case = Case(**json.loads(text))
+    return resolve(
+        case.build(), Plan.from_dict(case.plan), Mesh.parse(case.mesh),
+        batch=case.batch, seq=case.seq, micro_batches=case.micro_batches, dtype=case.dtype,
+    )  # fmt: skip
 
 
 def batch_of(program: Program, labels: str, seed: int) -> dict[str, Tensor]:

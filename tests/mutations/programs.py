@@ -91,9 +91,27 @@ MUTATIONS = (
     ),
     Mutation(
         "second-gather-not-predicted", "sharding_plans/predict.py",
-        "if g.regather:", "if False:",
+        "if g.regather and g.backward:", "if False:",
         "what backward gathers again is in no prediction",
         (f"{RESOLVE}test_whole_gathers_are_one_per_unit",), r"parameters again",
+    ),
+    Mutation(
+        "backward-of-what-is-not-used", "reach.py",
+        "value.grad = value.grad and node in seen", "pass",
+        "a branch whose result is thrown away is promised the collectives of a backward",
+        ("tests/test_reach.py::test_what_a_gradient_reaches",), r"assert",
+    ),
+    Mutation(
+        "tensors-in-lists", "signatures.py",
+        "if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):", "if False:",
+        "a tensor inside a list gets no edge, and nobody says so",
+        ("tests/test_borders.py::test_tensors_without_a_signature",), r"DID NOT RAISE|in ",
+    ),
+    Mutation(
+        "mask-without-row", "ops/dropout.py",
+        "moment.row * self.row_stride * STEP", "0 * self.row_stride * STEP",
+        "every micro-batch has the same mask",
+        ("tests/test_dropout.py::test_masks_depend_on_seed_step_and_site_and_on_nothing_else",), r"assert",
     ),
     Mutation(
         "update-not-predicted", "sharding_plans/predict.py",
