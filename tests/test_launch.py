@@ -112,7 +112,6 @@ def listens(port: int) -> bool:
     return False
 
 
-@pytest.mark.quick
 def test_rank_0_gives_the_exit_code_and_the_cores_are_shared(tmp_path: Path) -> None:
     code, lines, err = Run(tmp_path, "number", 3).end(60)
     assert (code, err) == (13, "")
@@ -122,7 +121,6 @@ def test_rank_0_gives_the_exit_code_and_the_cores_are_shared(tmp_path: Path) -> 
 
 
 @pytest.mark.case("LIFE-01")
-@pytest.mark.quick
 def test_the_traceback_of_the_failed_rank_is_the_first_and_last_thing_shown(tmp_path: Path) -> None:
     began = time.monotonic()
     code, lines, err = Run(tmp_path, "raise", 3, "--json").end(60)
@@ -137,7 +135,6 @@ def test_the_traceback_of_the_failed_rank_is_the_first_and_last_thing_shown(tmp_
     assert (error["rank"], error["world"], error["message"]) == (1, 3, "RuntimeError: loader broke")
 
 
-@pytest.mark.quick
 def test_a_user_error_is_shown_once_without_a_traceback(tmp_path: Path) -> None:
     code, _, err = Run(tmp_path, "user", 3).end(60)
     assert (code, err) == (2, "bad options\n  - this\n  - that\n")

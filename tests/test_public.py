@@ -9,8 +9,6 @@ import pytest
 
 import dtensor_lm
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize("name", dtensor_lm.__all__)
 def test_every_public_name(name: str) -> None:

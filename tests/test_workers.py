@@ -16,7 +16,7 @@ from dtensor_lm.errors import ConfigError, UserError
 from dtensor_lm.processes import Failure, by_cause, exit_text
 from dtensor_lm.testing.workers import WorkerError, WorkerPool, pool
 
-pytestmark = [pytest.mark.quick, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 
 
 def total(start: float, factor: float = 1.0) -> float:
