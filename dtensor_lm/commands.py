@@ -39,6 +39,11 @@ def check(config: CheckConfig) -> int:
         about = {"model": config.model, "mesh": config.mesh, "plan": config.plan, "zero": config.zero,
                  "dtype": config.dtype, "batch": program.batch, "seq": program.seq,
                  "micro_batches": program.micro_batches, "steps": config.steps}  # fmt: skip
+        if (pipe := program.pipeline) is not None:
+            about |= {
+                "schedule": pipe.schedule.name,
+                "layers_per_stage": ",".join(str(stage.layers) for stage in pipe.stages),
+            }
         if config.json:
             print(json.dumps({**report.as_dict(), **about}))
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +21,11 @@ from dtensor_lm.options import Fault, Kind
 
 TITLE = "these options cannot be used"  # of every ConfigError from here
 # Options that other trainers have, and what there is instead.
-NOT_BUILT = {"compile": "torch.compile is not built yet: leave it out, every step runs eagerly"}
+NOT_BUILT = {
+    "compile": "torch.compile is not built yet: leave it out, every step runs eagerly",
+    **{f"schedule.{name}": f"the learning rate's options are called lr_schedule.{name}; schedule is of pipelines"
+       for name in ("kind", "warmup_steps", "decay_steps", "final_fraction")},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +48,16 @@ class ProgramConfig:
     """Sequences per step over all ranks; None chooses from the mesh and the model."""
     seq: int | None = None
     """Tokens per sequence; None chooses from the mesh and the model."""
-    micro_batches: int = 1
-    """Parts of the batch that go through the model one after another; divides batch."""
+    micro_batches: int | None = None
+    """Parts of the batch that go through the model one after another; None is 1, or 2 for each pipeline rank."""
+    schedule: str | None = None
+    """Order of work in a pipeline (an axis pp): a name (see draw schedule --help), or a CSV file; None is 1f1b."""
+    virtual_stages: int | None = None
+    """Stages on each rank of a pipeline; None as the schedule has it."""
+    split: str | None = None
+    """Layers of each stage of a pipeline, such as 3,5,5,3; None balances their cost."""
+    accumulate: int = 1
+    """Runs of a pipeline's schedule in a step; the micro-batches are divided over them."""
     layers: int | None = None
     """Number of layers; None as the model says."""
     tied: bool | None = None
@@ -161,7 +174,7 @@ class TrainConfig(ProgramConfig):
     """Where to compute; auto takes CUDA where it can."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate over the steps."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """The validation loss."""
@@ -181,19 +194,26 @@ _SEED: _Rule = (lambda value: 0 <= value < 2**63, "from 0 to 2**63 - 1")
 _NAME: _Rule = (lambda value: bool(value.strip()), "a name")
 
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(["batch", "seq", "micro_batches", "ranks", "virtual_stages", "evaluation.sequences"], _POSITIVE),
+    **dict.fromkeys(
+        ["batch", "seq", "micro_batches", "ranks", "stages", "virtual_stages", "accumulate", "evaluation.sequences"],
+        _POSITIVE,
+    ),
     "layers": (lambda value: 1 <= value <= 10_000, "from 1 to 10000"),
     **dict.fromkeys(["steps", "z_loss", "evaluation.every", "sample.tokens"], _NOT_NEGATIVE),
     **dict.fromkeys(["optimizer.weight_decay", "optimizer.clip_norm"], _NOT_NEGATIVE),
-    **dict.fromkeys(["schedule.warmup_steps", "schedule.decay_steps"], _NOT_NEGATIVE),
+    **dict.fromkeys(["lr_schedule.warmup_steps", "lr_schedule.decay_steps"], _NOT_NEGATIVE),
     **dict.fromkeys(["optimizer.lr", "optimizer.eps"], _ABOVE_0),
     **dict.fromkeys(
         ["label_smoothing", "dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum"], _BELOW_1
     ),
-    "schedule.final_fraction": _TO_1,
+    "lr_schedule.final_fraction": _TO_1,
     "sample.temperature": (lambda value: value == 0 or value >= 1e-3, "0, or at least 0.001"),
     "seed": _SEED,
-    **dict.fromkeys(["model", "plan", "data", "run_dir", "file", "csv", "svg"], _NAME),
+    **dict.fromkeys(["model", "plan", "data", "run_dir", "file", "csv", "svg", "schedule"], _NAME),
+    "split": (
+        lambda value: bool(re.fullmatch(r"\s*[1-9]\d{0,4}\s*(,\s*[1-9]\d{0,4}\s*)*", value)),
+        "the layers of each stage, such as 3,5,5,3",
+    ),
 }
 
 
@@ -210,7 +230,7 @@ def _range_faults(config: Any) -> list[tuple[str, str]]:
             faults.append((place, f"{place} is {value}: must be below 2**31"))
         elif place in _RULES and value is not None and not _RULES[place][0](value):
             faults.append((place, f"{place} is {value!r}: must be {_RULES[place][1]}"))
-    parts, batch = getattr(config, "micro_batches", 1), getattr(config, "batch", None)
+    parts, batch = getattr(config, "micro_batches", None) or 1, getattr(config, "batch", None)
     if batch is not None and batch >= 1 and parts >= 1 and batch % parts:
         small = [each for each in range(1, math.isqrt(batch) + 1) if batch % each == 0]
         divisors = sorted({*small, *(batch // each for each in small)})
@@ -231,15 +251,15 @@ def _range_faults(config: Any) -> list[tuple[str, str]]:
 def _idle_options(config: TrainConfig) -> list[tuple[str, str]]:
     """Options that were given and would do nothing."""
     faults = []
-    optimizer, schedule, plain = config.optimizer, config.schedule, OptimizerConfig()
+    optimizer, schedule, plain = config.optimizer, config.lr_schedule, OptimizerConfig()
     if optimizer.name == "adamw" and optimizer.momentum:
         faults.append(("optimizer.momentum", "optimizer.momentum is of sgd; adamw has optimizer.beta1"))
     for name in ("beta1", "beta2", "eps"):
         if optimizer.name == "sgd" and getattr(optimizer, name) != getattr(plain, name):
             faults.append((f"optimizer.{name}", f"optimizer.{name} is of adamw; sgd does not use it"))
     if schedule.decay_steps and schedule.kind != "wsd":
-        text = f"schedule.decay_steps is of the schedule wsd; {schedule.kind} does not use it"
-        faults.append(("schedule.decay_steps", text))
+        text = f"lr_schedule.decay_steps is of the schedule wsd; {schedule.kind} does not use it"
+        faults.append(("lr_schedule.decay_steps", text))
     return faults
 
 

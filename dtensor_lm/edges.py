@@ -66,7 +66,7 @@ class Collective:
     """One kind of collective that every rank issues `count` times a step.
 
     bytes: of the larger side of the tensor on one rank, each time: what all_gather returns, what
-    reduce_scatter takes, what all_reduce and all_to_all hold.
+    reduce_scatter takes, what all_reduce and all_to_all hold, what is sent to one other rank.
     """
 
     op: str
@@ -79,6 +79,8 @@ class Collective:
 
     def wire_bytes(self, mesh: Mesh) -> int:
         """Bytes that a rank sends per call in a ring ((k-1)/k of the bytes, twice that for an all-reduce)."""
+        if self.op == "send":
+            return self.bytes
         k = mesh.product(self.axes)
         sent = self.bytes * (k - 1) // k
         return 2 * sent if self.op == "all_reduce" else sent

@@ -16,18 +16,26 @@ from dtensor_lm.mesh import Mesh
 from dtensor_lm.models.narrow import narrow, sizes
 from dtensor_lm.models.own import own
 from dtensor_lm.region import signature
+from dtensor_lm.schedules import KNOWN, Schedule, generate, read
 from dtensor_lm.sharding_plans import NAMED, Plan, named, standard
+from dtensor_lm.sharding_plans.checks import LAYERS
 from dtensor_lm.sharding_plans.plan_file import read_plan
 from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.sharding_plans.resolve import resolve
+from dtensor_lm.sharding_plans.stages import default_micro_batches
 
 MOST_LOCAL_RANKS = 64
 
 
-def plan_of(config: ProgramConfig) -> Plan:
-    """The plan by name, or from a YAML file."""
+def plan_of(config: ProgramConfig, whole_gradients: bool = False) -> Plan:
+    """The plan by name, or from a YAML file. whole_gradients: of the standard plan."""
+    if whole_gradients and config.plan == "standard" and config.zero == 2:
+        raise ConfigError(
+            f"--zero 2 shards gradients while they accumulate, and --schedule {config.schedule} splits backward in two "
+            "halves, after which alone they can be reduced: use --zero 1 or 3, or a schedule that does not split"
+        )
     if config.plan == "standard":
-        return standard(config.zero, config.sequence_parallel)
+        return standard(config.zero, config.sequence_parallel, whole_gradients)
     faults = []
     if config.zero:
         faults.append(
@@ -81,12 +89,37 @@ def narrow_model_of(config: ProgramConfig) -> tuple[nn.Module, dict[str, Any]]:
     return abstract(lambda: models.FAMILIES[type(shape)](shape)), sizes(shape)
 
 
+def schedule_of(config: ProgramConfig) -> str | Schedule | None:
+    """The pipeline's schedule: its name, or the table of a CSV file."""
+    if config.schedule is None or config.schedule in KNOWN:
+        return config.schedule
+    if not os.path.exists(config.schedule):
+        raise ConfigError(
+            f"--schedule {config.schedule}: neither a schedule{nearest(config.schedule, KNOWN)} nor a file; "
+            f"schedules are {', '.join(KNOWN)}"
+        )
+    return read(config.schedule)
+
+
+def _splits(schedule: str | Schedule | None) -> bool:
+    """Whether a schedule has backwards in two halves."""
+    if schedule is None:
+        return False
+    table = generate(schedule, 2, 4) if isinstance(schedule, str) else schedule
+    return any(action.kind in "IW" for row in table.rows for action in row)
+
+
 def program_of(config: ProgramConfig) -> Program:
     """The Program of a command. Raises the faults of model, plan and mesh together where they are independent."""
     mesh = Mesh.parse(config.mesh)
     faults: list[UserError] = []
+    schedule = None
     try:
-        plan = plan_of(config)
+        schedule = schedule_of(config)
+    except UserError as error:
+        faults.append(error)
+    try:
+        plan = plan_of(config, _splits(schedule))
     except UserError as error:
         faults.append(error)
     try:
@@ -97,12 +130,13 @@ def program_of(config: ProgramConfig) -> Program:
     if len(faults) == 1:
         raise faults[0]
     if faults:
-        raise ConfigError("plan and model cannot be used:", [str(f) for f in faults])
+        raise ConfigError("these cannot be used:", [str(f) for f in faults])
     batch, seq = config.batch, config.seq
     known = getattr(getattr(model, "config", None), "seq", None)
     if isinstance(config, CheckConfig):
-        ranks = mesh.product(plan.axes("compute", "batch"))
-        batch = batch or 2 * ranks * config.micro_batches
+        data, stages = (mesh.product(plan.axes("compute", name)) for name in ("batch", LAYERS))
+        micro = config.micro_batches or default_micro_batches(schedule, stages, config.accumulate)
+        batch = batch or 2 * data * micro
         seq = seq or min(64, known or 64)
     elif seq is None and known is None:
         raise ConfigError(
@@ -110,7 +144,9 @@ def program_of(config: ProgramConfig) -> Program:
         )
     decay = config.optimizer.decay if isinstance(config, TrainConfig) else "matrices"
     program = resolve(model, plan, mesh, batch=batch, seq=seq, micro_batches=config.micro_batches,
-                      dtype=config.dtype, decay=decay)  # fmt: skip
+                      dtype=config.dtype, decay=decay, schedule=schedule, virtual_stages=config.virtual_stages,
+                      split=[int(n) for n in config.split.split(",")] if config.split else None,
+                      accumulate=config.accumulate)  # fmt: skip
     if isinstance(config, CheckConfig | TrainConfig):
         _check_batches(config, program)
     return program

@@ -30,6 +30,24 @@ class Mesh:
         if faults:
             raise MeshError("this mesh cannot exist:", faults)
         self._sizes = dict(sizes)
+        self._whole: Mesh | None = None
+
+    def without(self, axis: str) -> Mesh:
+        """What is left of the mesh for one place on `axis`: the other axes, on ranks that keep their numbers.
+
+        A pipeline rank's tensors are laid out on it. Its `size` is that of one such part; `coordinate` and `group` take
+        the ranks of the whole mesh and stay inside the part of the rank that they are given.
+        """
+        if self[axis] == 1:
+            return self
+        part = Mesh(**{name: size for name, size in self._sizes.items() if name != axis})
+        part._whole = self.whole
+        return part
+
+    @property
+    def whole(self) -> Mesh:
+        """The mesh that this is a part of; itself if it is no part."""
+        return self._whole or self
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -73,6 +91,9 @@ class Mesh:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Place of a rank on every axis. Raises `MeshError` for a rank that the mesh does not have."""
+        if self._whole is not None:
+            place = self._whole.coordinate(rank)
+            return {name: place[name] for name in self._sizes}
         if not 0 <= rank < self.size:
             raise MeshError(
                 f"rank {rank} is not on mesh {str(self) or '(one process)'}, which has ranks 0 to {self.size - 1}"
@@ -83,7 +104,9 @@ class Mesh:
         return place
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at a place; 0 on axes that are not named."""
+        """The rank at a place; 0 on axes that are not named, also on one that a part is without."""
+        if self._whole is not None:
+            return self._whole.rank(coordinate)
         rank = 0
         for name, size in self._sizes.items():
             rank = rank * size + coordinate.get(name, 0)
@@ -91,6 +114,8 @@ class Mesh:
 
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
         """Ranks that differ from `rank` along `axes` only, in the mixed-radix order of the tuple."""
+        if self._whole is not None:
+            return self._whole.group(axes, rank)
         place = self.coordinate(rank)
         ranks = []
         for index in range(self.product(axes)):
@@ -106,8 +131,10 @@ class Mesh:
         return device_mesh(self)
 
     def check_world(self, world: int) -> None:
-        """Raises `MeshError` unless the mesh has exactly as many ranks as there are processes."""
-        if self.size != world:
+        """Raises `MeshError` unless the (whole) mesh has exactly as many ranks as there are processes."""
+        if self._whole is not None:
+            self._whole.check_world(world)
+        elif self.size != world:
             ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
             started = "1 process was" if world == 1 else f"{world} processes were"
             need = "1 process" if self.size == 1 else f"{self.size} processes"
@@ -121,10 +148,12 @@ class Mesh:
         return iter(self._sizes)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and list(self._sizes.items()) == list(other._sizes.items())
+        if not isinstance(other, Mesh):
+            return False
+        return list(self._sizes.items()) == list(other._sizes.items()) and self._whole == other._whole
 
     def __hash__(self) -> int:
-        return hash(tuple(self._sizes.items()))
+        return hash((tuple(self._sizes.items()), self._whole))
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self._sizes.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +23,7 @@ from dtensor_lm.region import bind, signature
 from dtensor_lm.rounds import BoundRound
 from dtensor_lm.sharding_plans.predict import gather_rounds, scatter_rounds
 from dtensor_lm.sharding_plans.program import Gather, Program, RegionPlan
+from dtensor_lm.spans import Span
 
 
 def partition(program: Program, model: nn.Module, device: torch.device | str = "cpu") -> Partitioned:
@@ -32,6 +33,8 @@ def partition(program: Program, model: nn.Module, device: torch.device | str = "
     Raises `MeshError` where the world does not fit.
     """
     program.mesh.check_world(dist.get_world_size())
+    if program.pipeline is not None:
+        raise ValueError("a Program with a pipeline has several parts: dtensor_lm.train_step runs them")
     return Partitioned(program, model, torch.device(device))
 
 
@@ -42,6 +45,9 @@ class Partitioned(nn.Module):
     fills; values are parameters in the storage layout; moment is what random numbers depend on; inputs are this rank's
     part of the model's integer inputs. Returns what the model returns, in the Program's output layout (a loss is this
     rank's addend). What backward computes again, it computes with what its own forward was given.
+
+    program: of one stage where there is a pipeline; forward is then also given what the stage before `received`, and
+    all stages but the last return the tuple of tensors that the next one takes.
     """
 
     def __init__(self, program: Program, model: nn.Module, device: torch.device) -> None:
@@ -60,6 +66,15 @@ class Partitioned(nn.Module):
         place = program.mesh.coordinate(rank)
         self.shapes = {name: layout.local_shape(place) for name, layout in program.inputs.items()}
         self.regathered: _Regather | None = None
+        pipe = program.pipeline
+        self.halves = pipe is not None and pipe.splits
+        self.span: Span | None = None
+        if pipe is not None:
+            assert program.held is not None
+            (stage,) = program.held
+            self.span = Span(pipe, stage, place, device)
+        watched = dict.fromkeys(link.unit for link in pipe.links) if pipe is not None else {}
+        binders = {unit: bind(self.model.get_submodule(unit).forward) for unit in watched}
         groups = {
             unit: [_GatherGroup(g, program, rank) for g in program.gathers_of(unit)]
             for unit in {plan.unit for plan in program.regions.values()}
@@ -75,13 +90,25 @@ class Partitioned(nn.Module):
             if plan.unit == path:
                 forward = _UnitCall(call, groups[path], units[path], self, path == "")
             module.forward = forward
+        for unit, binder in binders.items():
+            assert self.span is not None
+            self.span.watch(self.model.get_submodule(unit), binder)
         for module in self.model.modules():
             for name in list(module._parameters):
                 del module._parameters[name]
                 module.__dict__[name] = None
+        for local, layout in program.regions[""].absent.items():
+            assert self.span is not None
+            holder, _, attribute = local.rpartition(".")
+            self.model.get_submodule(holder).__dict__[attribute] = self.span.empty(layout)
 
     def forward(
-        self, leaves: Mapping[str, Tensor], values: Mapping[str, Tensor], moment: Moment | None = None, **inputs: Tensor
+        self,
+        leaves: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        moment: Moment | None = None,
+        received: Sequence[Tensor] = (),
+        **inputs: Tensor,
     ) -> Any:
         if inputs.keys() != self.shapes.keys():
             raise ValueError(f"the model's inputs are {', '.join(self.shapes)}, not {', '.join(inputs) or 'nothing'}")
@@ -96,16 +123,19 @@ class Partitioned(nn.Module):
                 )
         given = self.given = Given(leaves, values, moment or Moment.of(0, 0, device=self.device))
         try:
-            out = self.model(**inputs)
+            out = self.span.run(self.model, received, inputs) if self.span is not None else self.model(**inputs)
         finally:
             self.homes.clear()
-        if isinstance(out, Tensor) and out.grad_fn is not None:
-            out.grad_fn.register_prehook(lambda _: setattr(self, "given", given))
+        for x in out if isinstance(out, tuple) else (out,):
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                x.grad_fn.register_prehook(lambda _: setattr(self, "given", given))
         return out
 
     def release(self) -> None:
-        """Lets go of what the last forward was given."""
+        """Lets go of what the last forward was given, and of what a backward gathered again."""
         self.given = None
+        if self.regathered is not None:
+            self.regathered.release()
 
 
 @dataclass(frozen=True)
@@ -210,7 +240,12 @@ class _UnitCall:
             again = _Regather(self.owner, self.root)
             for g in self.groups:
                 shards = [values[n] for n in g.names]
-                out = cast("tuple[Tensor, ...]", _Gathered.apply(g, again, *shards, *[leaves[n] for n in g.names]))
+                if self.owner.halves and torch.is_grad_enabled():
+                    wholes = g.gather(shards)
+                    out = tuple(cast(Tensor, _Own.apply(x, leaves[n], g.dtype))
+                                for n, x in zip(g.names, wholes, strict=True))  # fmt: skip
+                else:
+                    out = cast("tuple[Tensor, ...]", _Gathered.apply(g, again, *shards, *[leaves[n] for n in g.names]))
                 homes.update(zip(g.names, out, strict=True))
                 if g.regather and torch.is_grad_enabled():
                     again.register(g, shards, out)
@@ -264,6 +299,20 @@ class _Gathered(torch.autograd.Function):
         g, again = ctx.group, ctx.again  # type: ignore[attr-defined]
         again.release()
         return (None, None, *[None] * len(g.names), *g.scatter(list(grads)))
+
+
+class _Own(torch.autograd.Function):
+    """One gathered parameter. A backward in two halves needs a node for each: with one for a whole unit, its second
+    half would go through all of the unit again. Here gradients stay as they are until the step reduces them."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gathered: Tensor, leaf: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype  # type: ignore[attr-defined]
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grads[0].to(ctx.dtype), None  # type: ignore[attr-defined]
 
 
 class _Regather:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +58,35 @@ def _fresh() -> None:
 
 def group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
     """The group of this rank along `axes`. All ranks of the group ask for their groups in the same order."""
+    return _of(mesh.group(axes, dist.get_rank()))
+
+
+def prepare(mesh: Mesh, axes: Iterable[tuple[str, ...]]) -> None:
+    """Makes the groups of this rank along every tuple of axes, before ranks go different ways.
+
+    torch names a group after the number of groups that a rank has already, so ranks that meet in one must have made
+    equally many until then. In a pipeline stages need different groups: all ranks make all of them here, in one order.
+    """
+    for each in sorted({axes for axes in axes if axes}, key=lambda a: (len(a), a)):
+        group(mesh, each)
+
+
+def names(mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Names of the groups that this rank has made, with the axes that they are along."""
+    found = {}
+    for n in range(len(mesh.active), 0, -1):
+        for axes in itertools.combinations(mesh.active, n):
+            ranks = tuple(sorted(mesh.group(axes, dist.get_rank())))
+            if ranks == tuple(range(dist.get_world_size())):
+                found[dist.group.WORLD.group_name if dist.group.WORLD else ""] = axes
+            elif ranks in _groups:
+                found[_groups[ranks].group_name] = axes
+    return found
+
+
+def _of(members: Sequence[int]) -> dist.ProcessGroup:
     _fresh()
-    ranks = tuple(sorted(mesh.group(axes, dist.get_rank())))  # torch numbers a group's ranks in this order
+    ranks = tuple(sorted(members))  # torch numbers a group's ranks in this order
     if ranks not in _groups:
         if ranks == tuple(range(dist.get_world_size())):
             assert dist.group.WORLD is not None
@@ -70,7 +99,8 @@ def group(mesh: Mesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
 
 
 def device_mesh(mesh: Mesh, order: tuple[str, ...] | None = None) -> DeviceMesh:
-    """The DeviceMesh over the axes of size above 1 (one axis `world` of size 1 where there is none).
+    """The DeviceMesh over the axes of size above 1 (one axis `world` of size 1 where there is none), around this rank
+    where `mesh` is a part of a larger one.
 
     order: the same axes in another order, for tensors whose dims are cut in an order that the mesh's cannot say.
     Raises MeshError where the mesh does not fit the world.
@@ -83,13 +113,12 @@ def device_mesh(mesh: Mesh, order: tuple[str, ...] | None = None) -> DeviceMesh:
     world = dist.group.WORLD
     kind = dist.get_default_backend_for_device("cpu")
     where = "cpu" if world is not None and dist.get_backend(world) == kind else device().type
-    key = (tuple(mesh.sizes.items()), axes, where)
+    key = (mesh, axes, where)
     if key not in _meshes:
         if not axes:
-            assert world is not None
-            _meshes[key] = DeviceMesh.from_group(world, where, mesh_dim_names=("world",))
+            _meshes[key] = DeviceMesh.from_group(_of([dist.get_rank()]), where, mesh_dim_names=("world",))
         else:
-            ranks = torch.arange(mesh.size).view([mesh[a] for a in mesh.active])
+            ranks = torch.tensor(mesh.group(mesh.active, dist.get_rank())).view([mesh[a] for a in mesh.active])
             ranks = ranks.permute([mesh.active.index(a) for a in axes]).contiguous()
             groups = [group(mesh, (axis,)) for axis in axes]
             if len(groups) == 1:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtensor_lm.collectives import Group, all_gather, all_reduce, group_of, reduce_scatter
 from dtensor_lm.layout import Layout
 from dtensor_lm.mesh import Mesh
+from dtensor_lm.process_groups import group
 from dtensor_lm.sharding_plans.predict import Round
 
 
@@ -68,6 +71,49 @@ class BoundRound:
     def _part(self, whole: Tensor, name: str, i: int) -> Tensor:
         dim = self.dims[name]
         return whole.narrow(dim, self.offsets[name][i], self.shapes[name][i][dim])
+
+
+class BoundShare:
+    """Sums of gradients over the pipeline ranks that store a parameter, by sends: a group of its own for some of the
+    ranks of an axis would have to be made by all of them.
+
+    places: of these ranks on the axis, ascending. Two exchange; of more, the first adds up and sends back.
+    """
+
+    def __init__(self, places: tuple[int, ...], r: Round, mesh: Mesh, rank: int) -> None:
+        self.round = r
+        (axis,) = r.axes
+        line = mesh.group((axis,), rank)
+        self.ranks = [line[place] for place in places]
+        self.rank = rank
+        self.group = group(mesh, (axis,))
+        self.padded = {name: layout.local_numel() for name, (layout, _, _) in r.members.items()}
+
+    def reduce(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Addends -> sums, bit for bit the same on every rank."""
+        flat = torch.cat([_pad(tensors[n], size) for n, size in self.padded.items()])
+        first, *others = self.ranks
+        if len(others) == 1 or self.rank == first:
+            peers = others if self.rank == first else [first]
+            got = {peer: torch.empty_like(flat) for peer in peers}
+            works = [dist.irecv(got[peer], peer, self.group) for peer in peers]
+            if len(others) == 1:
+                works.append(dist.isend(flat, peers[0], self.group))
+            _wait(works)
+            total = functools.reduce(torch.add, (x for _, x in sorted({**got, self.rank: flat}.items())))
+            if len(others) > 1:
+                _wait([dist.isend(total, peer, self.group) for peer in peers])
+        else:
+            total = torch.empty_like(flat)
+            _wait([dist.isend(flat, first, self.group), dist.irecv(total, first, self.group)])
+        parts = total.split([*self.padded.values()])
+        return {n: x[: tensors[n].numel()].view(tensors[n].shape) for n, x in zip(self.padded, parts, strict=True)}
+
+
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtensor_lm.chain import Chain, ChainRecorder
 from dtensor_lm.errors import ModelError, nearest
 from dtensor_lm.likeness import likeness, plain
 from dtensor_lm.ops.dropout import Moment, Random, Site
@@ -64,6 +65,7 @@ class Trace:
     parents: dict[str, str | None]
     units: dict[str, str]  # region -> the unit (a maximal region below the model, or '' itself) it belongs to
     saved: dict[str, frozenset[str]]  # unit -> parameters whose values backward asks for
+    chain: Chain
 
     def region(self, path: str) -> Region:
         return signature(self.regions[path])
@@ -81,6 +83,7 @@ class _Tracer(Signatures):
         self.moment = Moment.of(0, 0, device="meta")
         self.storage = {p.untyped_storage()._cdata: n for n, p in model.named_parameters()}
         self.saved: dict[str, set[str]] = {unit: set() for unit in set(self.units.values())}
+        self.chain = ChainRecorder(self.storage)
 
     def run(self, model: nn.Module, arguments: Mapping[str, Tensor]) -> None:
         handles = []
@@ -98,11 +101,12 @@ class _Tracer(Signatures):
             module._parameters[name] = None  # a region sees the parameters that it names, and no others
         try:
             with (
-                _NoRandomness(self),
+                _Operations(self),
                 torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t),
                 torch.enable_grad(),
             ):
                 out = model(**arguments)
+                self.chain.end(x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor))
             reached = self.reach.settle(out, names)
         finally:
             for module, name, p in parameters:
@@ -137,14 +141,16 @@ class _Tracer(Signatures):
             given = [(plain(v), isinstance(v, Tensor) and v.requires_grad) for v in args]
             key = (like, tuple(given), tuple((n, plain(v)) for n, v in kwargs.items()))
             if key in self.seen:
-                return self._copy(path, [*args, *kwargs.values()], *self.seen[key])
-            before, first = set(self.saved[path]), len(self.calls)
+                self.chain.again(self.seen[key][-1])
+                return self._copy(path, [*args, *kwargs.values()], *self.seen[key][:-1])
+            before, first, spent = set(self.saved[path]), len(self.calls), self.chain.spent
             out = forward(*args, **kwargs)
             values = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
             if values and all(isinstance(v, Tensor) for v in values):
                 results = [value_of(v) for v in values]
                 saved = self.saved[path] - before
-                self.seen[key] = (path, self.calls[first:], results, saved, isinstance(out, Tensor))
+                cost = self.chain.spent - spent
+                self.seen[key] = (path, self.calls[first:], results, saved, isinstance(out, Tensor), cost)
             return out
 
         return run
@@ -192,12 +198,19 @@ class _Tracer(Signatures):
                     call.inputs[name] = self.reach.value(value)
             for name, spec in _randoms(region).items():
                 arguments.arguments[name] = self._random(path, name, spec)
+            if self._is_link(path):
+                given = {n: (arguments.arguments[n], value) for n, value in call.inputs.items()}
+                self.chain.enter(path, given, region.single)
             self.stack.append(call)
             for holder, attribute, parameter in own:
                 holder._parameters[attribute] = parameter
             return arguments.args, arguments.kwargs
 
         return hook
+
+    def _is_link(self, path: str) -> bool:
+        """Whether it is a unit that the model itself calls."""
+        return len(self.stack) == 1 and self.units[path] == path
 
     def _random(self, path: str, name: str, spec: TensorSpec) -> Random:
         """Numbers of the shape that is known here; what an inner region brings later is looked at in the end."""
@@ -231,6 +244,9 @@ class _Tracer(Signatures):
                     call.outputs.append(self.reach.value(value))
                 else:
                     call.outputs.append(None)
+            if self._is_link(path):
+                pairs = zip(values, call.outputs, strict=True)
+                self.chain.leave((x, value) if isinstance(x, Tensor) and value else None for x, value in pairs)
             for name, spec in _randoms(region).items():
                 self.faults += [
                     f"{path or 'the model'}: {name}: no tensor has the name {n!r}{nearest(n, self.sizes[path])}"
@@ -245,8 +261,8 @@ def _randoms(region: Region) -> dict[str, TensorSpec]:
     return {name: crossing.inner for name, crossing in region.inputs.items() if crossing.inner.kind == "random"}
 
 
-class _NoRandomness(TorchDispatchMode):
-    """Refuses random operators: each rank would draw its own numbers, and copies would part ways."""
+class _Operations(TorchDispatchMode):
+    """Sees every operator. Refuses random ones: each rank would draw its own numbers, and copies would part ways."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -259,7 +275,9 @@ class _NoRandomness(TorchDispatchMode):
                 f"{where}: {func} is random, and would differ between ranks: use dtensor_lm.ops.Dropout, or "
                 "dtensor_lm.ops.dropout with an input 'random ...' of the region"
             )
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.tracer.chain.operation(func, args, kwargs or {}, out)
+        return out
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -321,4 +339,5 @@ def trace(model: nn.Module, sizes: Mapping[str, int]) -> Trace:
         tracer.parents,
         tracer.units,
         saved,
+        tracer.chain.chain,
     )

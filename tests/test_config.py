@@ -72,12 +72,12 @@ def test_the_command_line_in_every_spelling() -> None:
         "--mesh", "fsdp=2,tp=4", "--micro_batches", "2", "--zero=3", "--no-sequence-parallel", "--json",
         "--optimizer.weight-decay=0", "--optimizer.clip_norm", "2", "--sample.prompt", "-x",
         "--layers", "none",
-        "--tied", "false", "--plan=", "--plan", "mine.yaml", "--schedule.kind", "wsd", "--no-progress",
+        "--tied", "false", "--plan=", "--plan", "mine.yaml", "--lr-schedule.kind", "wsd", "--no-progress",
     )  # fmt: skip
     assert read == TrainConfig(
         mesh="fsdp=2,tp=4", micro_batches=2, zero=3, sequence_parallel=False, json=True, tied=False,
         plan="mine.yaml", progress=False, optimizer=OptimizerConfig(weight_decay=0.0, clip_norm=2.0),
-        schedule=ScheduleConfig(kind="wsd"), sample=SampleConfig(prompt="-x"),
+        lr_schedule=ScheduleConfig(kind="wsd"), sample=SampleConfig(prompt="-x"),
     )  # fmt: skip
     assert isinstance(read.optimizer.weight_decay, float)
 
@@ -115,8 +115,8 @@ def test_an_empty_file_changes_nothing(text: str, write: Write) -> None:
 
 
 def test_yaml_merges(write: Write) -> None:
-    path = write("optimizer: &o {lr: 1.0}\nschedule:\n  <<: {kind: wsd, warmup_steps: 3}\n  kind: constant\n")
-    assert train("--config", path).schedule == ScheduleConfig(kind="constant", warmup_steps=3)
+    path = write("optimizer: &o {lr: 1.0}\nlr_schedule:\n  <<: {kind: wsd, warmup_steps: 3}\n  kind: constant\n")
+    assert train("--config", path).lr_schedule == ScheduleConfig(kind="constant", warmup_steps=3)
 
 
 # What is refused
@@ -125,7 +125,7 @@ def test_yaml_merges(write: Write) -> None:
 def test_every_fault_of_the_file_and_of_the_command_line_at_once(write: Write) -> None:
     path = write(
         "modle: tiny\nbatch: many\nlr: 1\nseq: '8'\noptimizer:\n  lrr: 1\n  lr: [1]\n  name: adam\n"
-        "schedule: 3\nsteps: null\nseed: 1\nseed: 2\nzero: 4\n"
+        "lr_schedule: 3\nsteps: null\nseed: 1\nseed: 2\nzero: 4\n"
     )
     assert faults(
         "--config", path, "--optimizer.lrr", "3", "--bach=4", "--layers", "two", "extra", "--json=1",
@@ -139,7 +139,7 @@ def test_every_fault_of_the_file_and_of_the_command_line_at_once(write: Write) -
         "run.yaml:6: optimizer.lrr: unknown key (did you mean optimizer.lr?)",
         "run.yaml:7: optimizer.lr is a list: expected a number",
         "run.yaml:8: optimizer.name is 'adam': expected one of adamw, sgd",
-        "run.yaml:9: schedule is '3': expected a mapping of options",
+        "run.yaml:9: lr_schedule is '3': expected a mapping of options",
         "run.yaml:10: steps is null: expected a whole number",
         "run.yaml:13: zero is '4': expected one of 0, 1, 2, 3",
         "--optimizer.lrr: unknown option (did you mean --optimizer.lr?)",
@@ -159,7 +159,7 @@ def test_every_value_out_of_range_at_once() -> None:
         "--steps", "-1",
         "--optimizer.lr", "nan", "--optimizer.eps", "0", "--sample.temperature=-0.5", "--z-loss", "inf",
         "--model", "",
-        "--schedule.final-fraction", "1.5",
+        "--lr-schedule.final-fraction", "1.5",
     ) == [
         "model is '': must be a name",
         "batch is 0: must be at least 1",
@@ -171,7 +171,7 @@ def test_every_value_out_of_range_at_once() -> None:
         "steps is -1: must be 0 or more",
         "optimizer.lr is nan: must be finite",
         "optimizer.eps is 0.0: must be above 0",
-        "schedule.final_fraction is 1.5: must be from 0 to 1",
+        "lr_schedule.final_fraction is 1.5: must be from 0 to 1",
         "sample.temperature is -0.5: must be 0, or at least 0.001",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="seq is 0: must be at least 1"):
@@ -246,7 +246,7 @@ _CONFIGS = st.builds(
         OptimizerConfig, lr=_numbers(5e-324, 1e308), beta1=_numbers(0, 1),
         decay=st.sampled_from(["matrices", "all"])
     ),
-    schedule=st.builds(ScheduleConfig, kind=st.sampled_from(["cosine", "wsd"])),
+    lr_schedule=st.builds(ScheduleConfig, kind=st.sampled_from(["cosine", "wsd"])),
     evaluation=st.builds(EvaluationConfig, every=st.integers(0, 99), sequences=st.integers(1, 99)),
     sample=st.builds(SampleConfig, prompt=_text(), temperature=st.just(0.0) | _numbers(1e-3, 9)),
     progress=st.booleans(),
@@ -301,12 +301,12 @@ def test_importing_it_loads_neither_torch_nor_tyro() -> None:
 
 
 def test_options_that_would_do_nothing_are_refused() -> None:
-    argv = ["--optimizer.momentum", "0.9", "--schedule.decay-steps", "5"]
+    argv = ["--optimizer.momentum", "0.9", "--lr-schedule.decay-steps", "5"]
     with pytest.raises(ConfigError) as error:
         parse(TrainConfig, argv, "dtensor-lm train", "")
     assert error.value.faults == (
         "optimizer.momentum is of sgd; adamw has optimizer.beta1",
-        "schedule.decay_steps is of the schedule wsd; cosine does not use it",
+        "lr_schedule.decay_steps is of the schedule wsd; cosine does not use it",
     )
     with pytest.raises(ConfigError, match=r"optimizer\.beta1 is of adamw"):
         parse(TrainConfig, ["--optimizer.name", "sgd", "--optimizer.beta1", "0.5"], "dtensor-lm train", "")

@@ -54,15 +54,15 @@ def test_an_axis_that_shards_nothing() -> None:
         mesh,
         "axis replicas=2 shards nothing: give it a name in the plan, or take it off the mesh "
         "(the plan uses "
-        "dp, fsdp, tp)",
+        "dp, fsdp, pp, tp)",
     ):
         dl.resolve(tiny(), standard(), mesh)
     mesh = Mesh(dpp=2)
     with fails(
         mesh,
-        "axis dpp=2 shards nothing (did you mean dp or fsdp?): give it a name in the plan, or "
+        "axis dpp=2 shards nothing (did you mean pp or dp or fsdp?): give it a name in the plan, or "
         "take it off "
-        "the mesh (the plan uses dp, fsdp, tp)",
+        "the mesh (the plan uses dp, fsdp, pp, tp)",
     ):
         dl.resolve(tiny(), standard(), mesh)
     mesh = Mesh(tp=2)
@@ -182,7 +182,8 @@ def test_everything_at_once() -> None:
     with fails(
         mesh,
         f"storage: the model has no dimension called 'ebmed' (did you mean embed?); it has {DIMS}",
-        "axis idle=2 shards nothing: give it a name in the plan, or take it off the mesh (the plan uses dp, fsdp, tp)",
+        "axis idle=2 shards nothing: give it a name in the plan, or take it off the mesh "
+        "(the plan uses dp, fsdp, pp, tp)",
         "batch: 6 sequences do not divide over dp=4: use a batch of 4 or 8",
         "res: a sequence of 30 does not divide over tp=4: use a length of 28 or 32",
         "embed: vocab: 33 does not divide over tp=4: use vocab of 32 or 36, or tp of 1 or 3, or leave it "

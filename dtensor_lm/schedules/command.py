@@ -12,7 +12,7 @@ from typing import Literal
 from dtensor_lm.config import parse
 from dtensor_lm.errors import ConfigError
 from dtensor_lm.schedules.drawing import draw
-from dtensor_lm.schedules.library import evaluation, generate
+from dtensor_lm.schedules.library import KNOWN, evaluation, generate
 from dtensor_lm.schedules.simulator import Durations, simulate
 from dtensor_lm.schedules.svg import svg
 from dtensor_lm.schedules.table import Schedule
@@ -47,6 +47,8 @@ class DrawConfig:
     """Name of a known schedule."""
     ranks: int = 4
     """Pipeline ranks."""
+    stages: int | None = None
+    """Stages of all ranks together, instead of ranks."""
     micro_batches: int = 8
     """Micro-batches of a step."""
     virtual_stages: int | None = None
@@ -94,13 +96,15 @@ def _schedule(config: DrawConfig) -> Schedule:
     if config.file is not None:
         schedule = read(config.file)
     else:
-        stages = config.ranks * (config.virtual_stages or 1)
+        virtual = config.virtual_stages if config.virtual_stages is not None else KNOWN[config.kind][2] or 2
+        ranks = config.ranks if config.stages is None else config.stages // virtual
+        stages = ranks * virtual
         if stages * config.micro_batches > MOST_ACTIONS:  # said before so large a table is made
             raise ConfigError(
                 f"{stages} stages and {config.micro_batches} micro-batches are too many to draw: their product may be "
                 f"at most {MOST_ACTIONS:,}"
             )
-        schedule = generate(config.kind, config.ranks, config.micro_batches, config.virtual_stages)
+        schedule = generate(config.kind, ranks, config.micro_batches, virtual)
     return evaluation(schedule.placement, schedule.micro_batches) if config.evaluation else schedule
 
 
@@ -108,7 +112,16 @@ def _faults(config: DrawConfig) -> list[tuple[str, str]]:
     """Options that were given and would do nothing, and durations that are none."""
     faults = []
     plain = DrawConfig()
-    for place in ("kind", "ranks", "micro_batches", "virtual_stages"):
+    if config.stages is not None:
+        per_rank = config.virtual_stages or KNOWN[config.kind][2] or 2
+        if config.ranks != plain.ranks:
+            faults.append(("ranks", "ranks would do nothing: stages is given"))
+        if config.stages % per_rank or config.stages < 1:
+            low = config.stages // per_rank * per_rank
+            near = f"{low} or {low + per_rank}" if low else str(per_rank)
+            text = f"stages is {config.stages}: {config.kind} has {per_rank} on each rank, use {near}"
+            faults.append(("stages", text))
+    for place in ("kind", "ranks", "stages", "micro_batches", "virtual_stages"):
         if config.file is not None and getattr(config, place) != getattr(plain, place):
             faults.append((place, f"{place} would do nothing: the table of {config.file} is drawn"))
     for place, value in vars(config.durations).items():

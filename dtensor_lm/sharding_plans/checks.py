@@ -17,8 +17,8 @@ _LAYER = re.compile(r"(^|(?<=\.))\d+(?=[.:]|$)")
 NOT_BUILT = {
     "cp": ("context parallelism", "use tp, which also cuts the sequence between its regions"),
     "ep": ("expert parallelism", "use fsdp, which shards every parameter"),
-    "pp": ("pipeline parallelism", "use fsdp, which shards the parameters of every layer"),
 }
+LAYERS = "layers"  # the name that a plan sends to the pipeline's axis; no tensor has it
 SEQUENCE = ("seq", "res", "q_seq", "kv_seq")
 
 
@@ -57,7 +57,7 @@ class Checks:
             more = next(iter(places.values())) if len(places) == 1 else ""
             faults.append((f"{where}: " if where else "") + text + more)
         if faults:
-            mesh = str(self.mesh) or "(one process)"
+            mesh = str(self.mesh.whole) or "(one process)"
             raise PlanError(f"the plan does not fit this model on mesh {mesh}:", faults)
 
     def axes(self, table: str, name: str) -> tuple[str, ...]:
@@ -76,7 +76,10 @@ class Checks:
     def _unknown_names(self) -> None:
         for name in sorted(self.plan.names - self.plan.optional):
             tables = [table for table in TABLES if name in getattr(self.plan, table)]
-            if name not in self.known:
+            if name == LAYERS:
+                for table in (table for table in tables if table != "compute"):
+                    self.add("", f"{table}: {name}: layers go over a pipeline in compute, and only there: take it out")
+            elif name not in self.known:
                 self.add(
                     "",
                     f"{'/'.join(tables)}: the model has no dimension called {name!r}"

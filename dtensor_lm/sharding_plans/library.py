@@ -53,19 +53,23 @@ def tp_sp() -> Plan:
     return Plan(compute={**_TP, "res": "tp"}, optional=COMMON)
 
 
-def standard(zero: int = 0, sequence_parallel: bool = True) -> Plan:
-    """The plan that gives the axes dp, fsdp and tp their usual meanings, so that a mesh needs no plan file.
+def standard(zero: int = 0, sequence_parallel: bool = True, whole_gradients: bool = False) -> Plan:
+    """The plan that gives the axes dp, fsdp, tp and pp their usual meanings, so that a mesh needs no plan file.
 
     zero: how far ZeRO goes over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too (fsdp
-    always shards all three). sequence_parallel: the residual stream's sequence over tp.
+    always shards all three). sequence_parallel: the residual stream's sequence over tp. whole_gradients: gradients are
+    not sharded while they accumulate, as pipeline schedules need that split a backward in two.
     """
     if zero not in (0, 1, 2, 3):
         raise PlanError(f"zero is {zero!r}: use 0, 1, 2 or 3")
+    if zero == 2 and whole_gradients:
+        raise PlanError("zero is 2, which shards gradients, and whole_gradients says not to: use zero 1 or 3")
     wide, narrow = ("fsdp", "dp"), ("fsdp",)
+    sequence = {"res": "tp"} if sequence_parallel else {}
     return Plan(
-        compute={"batch": ("dp", "fsdp"), **_TP, **({"res": "tp"} if sequence_parallel else {})},
+        compute={"batch": ("dp", "fsdp"), **_TP, **sequence, "layers": "pp"},
         storage={"embed": wide if zero >= 3 else narrow},
-        gradients={"embed": wide if zero >= 2 else narrow},
+        gradients={"embed": () if whole_gradients else wide if zero >= 2 else narrow},
         optimizer={"embed": wide if zero >= 1 else narrow},
         optional=COMMON,
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from dtensor_lm.edges import Collective
+from dtensor_lm.edges import Collective, collectives
 from dtensor_lm.layout import ITEMSIZE, Layout
-from dtensor_lm.mesh import Mesh
-from dtensor_lm.sharding_plans.program import Gather, Hop, Parameter, hops
+from dtensor_lm.sharding_plans.program import Gather, Hop, Parameter, Program, hops
 
 STATISTICS = 3  # sum of squares, loss and token count travel in one float64 all-reduce
 
@@ -34,7 +33,7 @@ class Round:
     def bytes(self) -> int:
         """Of the larger side; every part is padded to the largest, so that ranks agree."""
         numel = sum(cut.local_numel() for cut, _, _ in self.members.values())
-        return numel * ITEMSIZE[self.dtype] * (1 if self.op == "all_reduce" else self.axes_size)
+        return numel * ITEMSIZE[self.dtype] * (1 if self.op in ("all_reduce", "send") else self.axes_size)
 
     @property
     def axes_size(self) -> int:
@@ -83,8 +82,8 @@ def unit_collectives(gathers: Iterable[Gather], parameters: Mapping[str, Paramet
         where = f"{g.unit or 'model'}: parameters"
         for r in forward:
             yield Collective(r.op, r.axes, r.dtype, r.bytes, g.count, "forward", where)
-            if g.regather and g.backward:
-                yield Collective(r.op, r.axes, r.dtype, r.bytes, g.count, "backward", where + " again")
+            if g.again:
+                yield Collective(r.op, r.axes, r.dtype, r.bytes, g.again, "backward", where + " again")
         for r in backward:
             if r.op == "reduce_scatter" and g.backward:
                 yield Collective(r.op, r.axes, r.dtype, r.bytes, g.count, "backward", f"{g.unit or 'model'}: gradients")
@@ -92,6 +91,8 @@ def unit_collectives(gathers: Iterable[Gather], parameters: Mapping[str, Paramet
 
 def reduction_rounds(parameters: Mapping[str, Parameter]) -> tuple[list[Round], list[Round]]:
     """Once a step: gradients to the optimizer's layout, then one all-reduce per distinct set of axes."""
+    if not parameters:
+        return [], []
     dtype = next(iter(parameters.values())).gradients.dtype
     scatter = scatter_rounds({n: (p.gradients, p.optimizer) for n, p in parameters.items()}, dtype)
     sets: dict[tuple[str, ...], dict[str, tuple[Layout, Layout, int]]] = {}
@@ -103,16 +104,60 @@ def reduction_rounds(parameters: Mapping[str, Parameter]) -> tuple[list[Round], 
 
 def update_rounds(parameters: Mapping[str, Parameter]) -> list[Round]:
     """Once a step: updated parameters from the optimizer's layout back to storage."""
+    if not parameters:
+        return []
     dtype = next(iter(parameters.values())).storage.dtype
     return gather_rounds({n: (replace(p.optimizer, dtype=dtype), p.storage) for n, p in parameters.items()}, dtype)
 
 
-def step_collectives(parameters: Mapping[str, Parameter], mesh: Mesh) -> Iterator[Collective]:
-    scatter, reduce = reduction_rounds(parameters)
+def micro_batch_collectives(program: Program) -> Iterator[Collective]:
+    """Of all forwards and backwards of a step: of regions, edges and parameters."""
+    for region in program.regions.values():
+        yield from region.exchanges
+        for edge in region.edges:
+            where = f"{edge.region or 'model'}: {edge.tensor}"
+            yield from collectives(edge.steps, edge.target.dtype, edge.count, where, edge.grad)
+    yield from unit_collectives(program.gathers, program.parameters)
+
+
+def _place(program: Program) -> int:
+    """On the pipeline's axis, of the rank that a part is for."""
+    assert program.pipeline is not None and program.held is not None
+    return program.pipeline.stages[program.held[0]].rank
+
+
+def group_axes(program: Program) -> set[tuple[str, ...]]:
+    """The axes of every process group that some rank needs."""
+    found: set[tuple[str, ...]] = {(axis,) for axis in program.mesh.active}
+    found |= {step.axes for edge in program.edges for step in edge.steps}
+    found |= {axes for region in program.regions.values() for axes in region.reducers.values()}
+    return found | {p.reduced_axes for p in program.parameters.values()}
+
+
+def shared_rounds(program: Program) -> list[tuple[tuple[int, ...], Round]]:
+    """Once a step: sums, over the pipeline ranks that store them, of gradients in the optimizer's layout."""
+    if program.pipeline is None:
+        return []
+    found = []
+    for ranks, names in program.pipeline.shared().items():
+        members = {n: (p.optimizer, p.optimizer, 0) for n in names if (p := program.parameters.get(n)) is not None}
+        if members:
+            found.append((ranks, Round("send", (program.pipeline.axis,), program.master_dtype, members)))
+    return found
+
+
+def step_collectives(program: Program) -> Iterator[Collective]:
+    """Once a step."""
+    scatter, reduce = reduction_rounds(program.parameters)
     for r in (*scatter, *reduce):
         if r.op != "slice":
             yield Collective(r.op, r.axes, r.dtype, r.bytes, 1, "step", "gradients")
-    if mesh.active:
-        yield Collective("all_reduce", mesh.active, "float64", 8 * STATISTICS, 1, "step", "norm, loss and token count")
-    for r in update_rounds(parameters):
+    for places, r in shared_rounds(program):
+        # Two ranks exchange; of more, the first adds up and sends back.
+        count = len(places) - 1 if _place(program) == places[0] else 1
+        yield Collective(r.op, r.axes, r.dtype, r.bytes, count, "step", "gradients of shared parameters")
+    if program.mesh.active:
+        what = "norm, loss and token count"
+        yield Collective("all_reduce", program.mesh.active, "float64", 8 * STATISTICS, 1, "step", what)
+    for r in update_rounds(program.parameters):
         yield Collective(r.op, r.axes, r.dtype, r.bytes, 1, "step", "updated parameters")

@@ -3,13 +3,14 @@ line prints it, the tests prove it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dtensor_lm.edges import Collective, Step
 from dtensor_lm.layout import ITEMSIZE, Layout
 from dtensor_lm.mesh import Mesh
+from dtensor_lm.sharding_plans.pipeline import Pipeline
 from dtensor_lm.sharding_plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Gather:
     """Parameters of one unit whose storage or gradients are cut further than their use: one collective per round.
 
     Forward, `gather` axes come off (inner first); backward, gradients are reduce-scattered over `scatter` axes.
+    regather: whether what was gathered is released after forward, and gathered again `again` times a step.
     """
 
     unit: str
@@ -85,6 +87,7 @@ class Gather:
     regather: bool
     count: int
     backward: bool = True  # whether a gradient reaches any of them
+    again: int = 0  # gathers in backward
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,21 @@ class RegionPlan:
     reducers: dict[str, tuple[str, ...]]  # argument -> axes
     randoms: dict[str, Layout]  # argument -> the layout of its numbers in a micro-batch
     live: frozenset[str]
+    exchanges: tuple[Collective, ...] = ()  # that it makes itself over the parts of a name
+    absent: dict[str, Layout] = field(default_factory=dict)  # parameters that this stage of a pipeline does not use
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        return tuple(e for e in (*self.parameters.values(), *self.inputs.values(), *self.outputs) if e is not None)
 
 
 @dataclass
 class Program:
-    """Everything that follows from a model, a plan and a mesh. Made by `resolve`."""
+    """Everything that follows from a model, a plan and a mesh. Made by `resolve`.
+
+    In a pipeline, layouts are on the mesh without the pipeline's axis, `parts` says what one rank runs, and the
+    collectives are those of all pipeline ranks, one after the other.
+    """
 
     mesh: Mesh
     plan: Plan
@@ -115,12 +128,23 @@ class Program:
     parameters: dict[str, Parameter]
     regions: dict[str, RegionPlan]
     gathers: tuple[Gather, ...]
-    edges: tuple[Edge, ...]
-    collectives: tuple[Collective, ...]
     sizes: dict[str, int]  # of every name, where a region first has it
     inputs: dict[str, Layout]  # integer inputs of the model, one micro-batch
     output: Layout  # of the loss
     model: nn.Module = field(repr=False)
+    pipeline: Pipeline | None = None
+    held: tuple[int, ...] | None = None  # the stages that this is a part for; None: all
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        return tuple(edge for region in self.regions.values() for edge in region.edges)
+
+    def home(self, parameter: str, rank: int) -> bool:
+        """Whether a parameter that several pipeline ranks store counts on this rank."""
+        if self.pipeline is None:
+            return True
+        return self.pipeline.ranks_of(parameter)[0] == self.mesh.coordinate(rank)[self.pipeline.axis]
 
     @property
     def master_dtype(self) -> str:
@@ -131,9 +155,19 @@ class Program:
         return (g for g in self.gathers if g.unit == unit)
 
     def bytes_per_rank(self) -> dict[str, int]:
-        """Bytes of state on rank 0, which holds the most: parameters, gradients, optimizer (AdamW: two moments,
-        and master weights where parameters are narrower)."""
-        p = self.parameters.values()
+        """Bytes of state on the rank that holds the most (without a pipeline, rank 0): parameters, gradients, optimizer
+        (AdamW: two moments, and master weights where parameters are narrower)."""
+        if self.pipeline is not None and self.held is None:
+            parts = [self._bytes(self.stored_on(rank)) for rank in range(self.mesh[self.pipeline.axis])]
+            return max(parts, key=lambda part: sum(part.values()))
+        return self._bytes(self.parameters.values())
+
+    def stored_on(self, rank: int) -> list[Parameter]:
+        """The parameters of a pipeline rank."""
+        pipe = self.pipeline
+        return [p for name, p in self.parameters.items() if pipe is None or rank in pipe.ranks_of(name)]
+
+    def _bytes(self, p: Collection[Parameter]) -> dict[str, int]:
         masters = 1 if self.master_dtype != self.dtype else 0
         return {
             "parameters": sum(x.storage.local_bytes() for x in p),

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dtensor_lm.edges import Collective, UnsupportedEdge, collectives, edge_steps
+from dtensor_lm.edges import Collective, UnsupportedEdge, edge_steps
 from dtensor_lm.errors import ModelError, nearest
 from dtensor_lm.layout import ITEMSIZE, Dim, Layout
 from dtensor_lm.mesh import Mesh
 from dtensor_lm.region import TensorSpec
-from dtensor_lm.sharding_plans.checks import Checks
+from dtensor_lm.schedules.table import Schedule
+from dtensor_lm.sharding_plans.checks import LAYERS, Checks
+from dtensor_lm.sharding_plans.parts import complete
+from dtensor_lm.sharding_plans.pipeline import Pipeline
 from dtensor_lm.sharding_plans.plan import Plan
-from dtensor_lm.sharding_plans.predict import step_collectives, unit_collectives
 from dtensor_lm.sharding_plans.program import Edge, Gather, Parameter, Program, RegionPlan, hops
+from dtensor_lm.sharding_plans.stages import (
+    PipelineOptions,
+    default_micro_batches,
+    make_pipeline,
+    pipeline_axis,
+    schedule_of,
+)
 from dtensor_lm.signatures import Value, names_of
 from dtensor_lm.trace import Call, Trace, trace
 
@@ -30,15 +40,24 @@ def resolve(
     *,
     batch: int | None = None,
     seq: int | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
     dtype: str | None = None,
     decay: str = "matrices",
+    schedule: str | Schedule | None = None,
+    virtual_stages: int | None = None,
+    split: Sequence[int] | None = None,
+    accumulate: int = 1,
 ) -> Program:
     """Derives every layout and every collective of a training step. Needs no process group and no memory.
 
     model: on the meta device, a region itself. batch: sequences per step over all ranks and micro-batches (default:
     one per data rank and micro-batch); seq: tokens per sequence (default: the model's `config.seq`); dtype: of
     parameters and compute (default: the model's); decay: which parameters decay, `matrices` or `all`.
+    micro_batches: of a step (default: 1; in a pipeline, two for each of its ranks and each run of the schedule).
+
+    Where the plan sends `layers` to an axis of the mesh: schedule: a name of `dtensor_lm.schedules.KNOWN` or a table
+    (default: 1f1b); virtual_stages: stages per rank; split: layers of each stage (default: balanced by cost);
+    accumulate: runs of the schedule in a step.
 
     Raises `PlanError` with every fault of the plan, `ModelError` with every contradiction of the signatures.
     """
@@ -48,9 +67,12 @@ def resolve(
         raise ModelError("resolve cannot use these arguments:", wrong)
     faults = [
         f"{name} is {value!r}: a whole number of at least 1"
-        for name, value in (("batch", batch), ("seq", seq), ("micro_batches", micro_batches))
+        for name, value in (("batch", batch), ("seq", seq), ("micro_batches", micro_batches),
+                            ("virtual_stages", virtual_stages), ("accumulate", accumulate))
         if value is not None and (not isinstance(value, int) or value < 1)
-    ]
+    ]  # fmt: skip
+    if split is not None and not all(isinstance(n, int) for n in split):
+        faults.append(f"split is {split!r}: the number of layers of each stage, such as [4, 3]")
     if dtype is not None and dtype not in DTYPES:
         faults.append(f"dtype is {dtype!r}{nearest(dtype, DTYPES)}: use {', '.join(DTYPES)}")
     if decay not in DECAYS:
@@ -75,12 +97,15 @@ def resolve(
     if faults or seq is None:
         raise ModelError("resolve cannot use these arguments:", faults)
     data_ranks = mesh.product(plan.axes("compute", "batch"))
+    options = PipelineOptions(schedule, virtual_stages, None if split is None else tuple(split), accumulate)
+    if micro_batches is None:
+        micro_batches = default_micro_batches(schedule, mesh.product(plan.axes("compute", LAYERS)), accumulate)
     batch = batch if batch is not None else data_ranks * micro_batches
     if dtype is not None and any(p.dtype != getattr(torch, dtype) for p in model.parameters()):
         model = copy.deepcopy(model).to(getattr(torch, dtype))
     # A batch that micro-batches do not divide is one of the plan's faults: all of them are shown together.
     record = trace(model, {"batch": max(1, batch // micro_batches), "seq": seq})
-    return _Resolver(model, record, plan, mesh, batch, seq, micro_batches, decay).program()
+    return _Resolver(model, record, plan, mesh, batch, seq, micro_batches, decay, options).program()
 
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -98,12 +123,15 @@ class _Resolver:
         seq: int,
         micro: int,
         decay: str,
+        options: PipelineOptions,
     ) -> None:
-        self.model, self.trace, self.plan, self.mesh, self.decay = model, record, plan, mesh, decay
+        self.model, self.trace, self.plan, self.decay, self.options = model, record, plan, decay, options
         self.batch, self.seq, self.micro = batch, seq, micro
         self.live: dict[str, frozenset[str]] = {}
         names = names_of(record.regions, record.parents)
         self.checks = Checks(record, plan, mesh, names, batch, seq, micro)
+        self.axis = pipeline_axis(plan, mesh, self.checks.add)
+        self.mesh = self.checks.mesh = mesh.without(self.axis)  # of what one pipeline rank computes
         for path, (floats, _) in names.items():
             self.live[path] = frozenset(a for n in floats for a in self.axes("compute", n))
 
@@ -121,20 +149,9 @@ class _Resolver:
         parameters = {name: self._parameter(name) for name in self.trace.parameters}
         regions = self._regions(parameters)
         gathers = self._gathers(parameters)
-        edges = tuple(
-            edge
-            for r in regions.values()
-            for edge in (*r.parameters.values(), *r.inputs.values(), *r.outputs)
-            if edge is not None
-        )
+        pipeline = self._pipeline(parameters)
         self.checks.raise_faults()
         dtype = next(iter(parameters.values())).storage.dtype
-        every: list[Collective] = list(self._reductions())
-        for edge in edges:
-            where = f"{edge.region or 'model'}: {edge.tensor}"
-            every += collectives(edge.steps, edge.target.dtype, edge.count, where, edge.grad)
-        every += unit_collectives(gathers, parameters)
-        every += step_collectives(parameters, self.mesh)
         root = self.trace.calls[0]
         region = self.trace.region("")
         inputs = {n: self._layout("", region.inputs[n].inner, v) for n, v in root.inputs.items()}
@@ -143,23 +160,31 @@ class _Resolver:
         sizes: dict[str, int] = {}
         for found in self.trace.sizes.values():
             sizes = {**found, **sizes}
-        return Program(
-            self.mesh,
-            self.plan,
-            self.batch,
-            self.seq,
-            self.micro,
-            dtype,
-            parameters,
-            regions,
-            gathers,
-            edges,
-            tuple(every),
-            sizes,
-            inputs,
-            output,
-            self.model,
-        )
+        program = Program(
+            self.mesh.whole, self.plan, self.batch, self.seq, self.micro, dtype, parameters, regions, gathers, sizes,
+            inputs, output, self.model, pipeline,
+        )  # fmt: skip
+        return complete(program)
+
+    def _pipeline(self, parameters: dict[str, Parameter]) -> Pipeline | None:
+        add = self.checks.add
+        if not self.axis:
+            for name in self.options.said():
+                add("", f"{name} is of a pipeline: give the mesh an axis for layers, such as pp=2, or leave it out")
+            return None
+        schedule = schedule_of(self.options, self.mesh.whole[self.axis], self.micro, add)
+        if schedule is None:
+            return None
+        made = make_pipeline(
+            self.axis, schedule, self.options, self.trace, self.micro,
+            lambda crossing, value: self._layout("", crossing.outer, value), add,
+        )  # fmt: skip
+        cut = sorted({h.axis for p in parameters.values() for h in hops(p.gathered, p.gradients)})
+        if made is not None and made.splits and cut:
+            add("", f"schedule {schedule.name} splits backward in two halves, and gradients are reduced after the last "
+                    f"of them, so {', '.join(cut)} cannot cut them before: in the plan's table gradients give names "
+                    "the axes that they have in compute (in most plans embed -> ())")  # fmt: skip
+        return made
 
     def _layout(self, path: str, spec: TensorSpec, value: Value, table: str = "compute") -> Layout:
         """Layout of a tensor inside a region."""
@@ -267,25 +292,20 @@ class _Resolver:
                     self.checks.add(path, f"draws random numbers ({name}) and is called {count // self.micro} times in "
                                     "a step, each time the same: give every call a module of its own")  # fmt: skip
         return RegionPlan(
-            path, self.trace.units[path], inputs, tuple(outputs), uses, indices, reducers, randoms, self.live[path]
-        )
+            path, self.trace.units[path], inputs, tuple(outputs), uses, indices, reducers, randoms, self.live[path],
+            tuple(self._exchanges(call, count)),
+        )  # fmt: skip
 
-    def _reductions(self) -> list[Collective]:
-        """Exchanges that regions make themselves over the parts of a name."""
-        found = []
-        for call in self.trace.calls:
-            for r in call.reductions:
-                axes = self._unordered(r.name)
-                if not axes:
-                    continue
-                numel = 1
-                for size, name in zip(r.shape, r.dims, strict=True):
-                    numel *= size // (self.mesh.product(self.axes("compute", name)) if name != "_" else 1)
-                where = f"{call.path}: {r.op} over {r.name}"
-                found.append(
-                    Collective("all_reduce", axes, r.dtype, numel * ITEMSIZE[r.dtype], self.micro, "forward", where)
-                )
-        return found
+    def _exchanges(self, call: Call, count: int) -> Iterator[Collective]:
+        """What a region exchanges itself over the parts of a name."""
+        for r in call.reductions:
+            if not (axes := self._unordered(r.name)):
+                continue
+            numel = 1
+            for size, name in zip(r.shape, r.dims, strict=True):
+                numel *= size // (self.mesh.product(self.axes("compute", name)) if name != "_" else 1)
+            where = f"{call.path}: {r.op} over {r.name}"
+            yield Collective("all_reduce", axes, r.dtype, numel * ITEMSIZE[r.dtype], count, "forward", where)
 
     def _gathers(self, parameters: dict[str, Parameter]) -> tuple[Gather, ...]:
         found: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
@@ -298,15 +318,11 @@ class _Resolver:
                 if use.parameter not in names:
                     names.append(use.parameter)
         calls = {path: sum(c.path == path for c in self.trace.calls) for path in self.trace.regions}
-        return tuple(
-            Gather(
-                unit,
-                tuple(names),
-                gather,
-                scatter,
-                self.plan.regather and bool(gather) and not self.trace.saved[unit].isdisjoint(names),
-                calls[unit] * self.micro,
-                any(self.trace.parameters[name].grad for name in names),
-            )
-            for (unit, gather, scatter), names in found.items()
-        )
+        made = []
+        for (unit, gather, scatter), names in found.items():
+            regather = self.plan.regather and bool(gather) and not self.trace.saved[unit].isdisjoint(names)
+            backward = any(self.trace.parameters[name].grad for name in names)
+            count = calls[unit] * self.micro
+            again = count if regather and backward else 0
+            made.append(Gather(unit, tuple(names), gather, scatter, regather, count, backward, again))
+        return tuple(made)

@@ -18,14 +18,18 @@ T = TypeVar("T")
 Blocks = Mapping[str, Mapping[str, Tensor]]  # kind -> name -> this rank's block
 
 
-def to_first(blocks: Blocks) -> list[Blocks]:
-    """Every rank's blocks, on rank 0; elsewhere an empty list. One exchange, whatever their number."""
-    mine = {kind: {n: x.detach().cpu() for n, x in tensors.items()} for kind, tensors in blocks.items()}
+def to_first(value: T) -> list[T]:
+    """Every rank's value, on rank 0; elsewhere an empty list. One exchange, whatever its size."""
     if dist.get_world_size() == 1:
-        return [mine]
-    every: list[Blocks] = [{} for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else []
-    dist.gather_object(mine, every or None)
+        return [value]
+    every: list[T] = [value] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(value, every or None)
     return every
+
+
+def on_cpu(blocks: Blocks) -> Blocks:
+    """Tensors that can be sent to another rank."""
+    return {kind: {n: x.detach().cpu() for n, x in tensors.items()} for kind, tensors in blocks.items()}
 
 
 def from_first(value: T) -> T:
@@ -37,7 +41,8 @@ def from_first(value: T) -> T:
 
 
 def assemble(blocks: list[Mapping[str, Tensor]], layouts: Mapping[str, Layout]) -> tuple[Whole, list[str]]:
-    """(whole tensors, names of which two ranks hold different copies). blocks: by rank.
+    """(whole tensors, names of which two ranks hold different copies). blocks: by rank; one that does not have a name
+    stores nothing of it.
 
     Raises ValueError where blocks do not cover a tensor.
     """
@@ -45,9 +50,12 @@ def assemble(blocks: list[Mapping[str, Tensor]], layouts: Mapping[str, Layout]) 
     apart = []
     for name, layout in layouts.items():
         seen: dict[object, Tensor] = {}
-        out = whole[name] = torch.empty(layout.shape, dtype=blocks[0][name].dtype)
-        for rank, of_rank in enumerate(blocks):
-            box, block = layout.box(layout.mesh.coordinate(rank)), of_rank[name]
+        found = [(rank, of_rank[name]) for rank, of_rank in enumerate(blocks) if name in of_rank]
+        if not found:
+            raise ValueError(f"{name}: no rank stores it")
+        out = whole[name] = torch.empty(layout.shape, dtype=found[0][1].dtype)
+        for rank, block in found:
+            box = layout.box(layout.mesh.coordinate(rank))
             if box not in seen:
                 seen[box] = block
                 out[tuple(slice(*span) for span in box)] = block
@@ -67,6 +75,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def different_copies(state: TrainState, program: Program) -> list[str]:
     """Names of parameters of which two ranks hold different copies, bit for bit; every rank calls it."""
-    every = to_first({"parameters": locals_of(state.parameters)})
+    every = to_first(on_cpu({"parameters": locals_of(state.parameters)}))
     layouts = {n: p.storage for n, p in program.parameters.items()}
     return from_first(assemble([of_rank["parameters"] for of_rank in every], layouts)[1] if every else [])

@@ -23,7 +23,7 @@ from dtensor_lm.ops.dropout import Moment
 from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.state import TrainState, locals_of, take, whole
 from dtensor_lm.testing import precision
-from dtensor_lm.testing.assemble import Whole, assemble, from_first, to_first
+from dtensor_lm.testing.assemble import Whole, assemble, from_first, on_cpu, to_first
 from dtensor_lm.testing.counting import CountCollectives, differences, predicted
 from dtensor_lm.training.optimizer import SGD, AdamW
 from dtensor_lm.training.step import Batch, TrainStep, train_step
@@ -48,7 +48,7 @@ class Report:
     replicas_equal: bool = True
     collectives_match: bool = True
     mismatches: list[str] = field(default_factory=list)
-    collectives: int = 0
+    collectives: int = 0  # of a step, on the rank with the most
     bytes: int = 0
     tolerance: float = 1e-10
     bounds: dict[str, float] = field(default_factory=dict)  # where they are not the tolerance
@@ -63,6 +63,15 @@ class Report:
 
     def as_dict(self) -> dict[str, object]:
         return {"ok": self.ok, **self.__dict__}
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """What one rank counted in a step."""
+
+    mismatches: list[str]
+    collectives: int
+    bytes: int
 
 
 def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
@@ -208,11 +217,11 @@ def compare(
         # The rest of the step, on copies that are thrown away: only its collectives are of interest here.
         step._apply(step.load(values), {n: g.clone() for n, g in grads.items()}, 1.0, 0.0)
     blocks["gradients"] = grads
-    report = Report(tolerance=tolerance)
-    report.mismatches = differences(predicted(program.collectives), count.counts)
-    report.collectives_match = not report.mismatches
-    report.collectives = sum(count.counts.values())
-    report.bytes = sum(size * n for (_, _, _, size), n in count.counts.items())
+    mine = _Traffic(
+        differences(predicted(step.local.collectives), count.counts),
+        sum(count.counts.values()),
+        sum(size * n for (_, _, _, size), n in count.counts.items()),
+    )
     clip = 0.5 * norm or 1.0
     adamw = AdamW(lr=1e-3, weight_decay=0.1)
     if steps:
@@ -223,8 +232,13 @@ def compare(
         second = train_step(program, adamw, device=device)
         blocks["adamw"] = _copies(_train(second, second.load(values, seed=seed), batches[:steps], clip).parameters)
 
-    every = to_first(blocks)
-    if every:
+    report = Report(tolerance=tolerance)
+    gathered = to_first((on_cpu(blocks), mine))
+    if gathered:
+        every, traffic = [blocks for blocks, _ in gathered], [traffic for _, traffic in gathered]
+        report.mismatches = list(dict.fromkeys(line for each in traffic for line in each.mismatches))
+        report.collectives_match = not report.mismatches
+        report.collectives, report.bytes = (max(getattr(t, name) for t in traffic) for name in ("collectives", "bytes"))
         tables = {n: p.storage for n, p in program.parameters.items()}
         layouts = {kind: tables for kind in blocks}
         layouts["gradients"] = layouts["masters"] = {n: p.optimizer for n, p in program.parameters.items()}

@@ -18,7 +18,7 @@ from dtensor_lm.config import TrainConfig, dump
 from dtensor_lm.errors import ConfigError, DataError, UserError
 from dtensor_lm.from_config import program_of
 from dtensor_lm.sharding_plans.program import Program
-from dtensor_lm.training import schedule
+from dtensor_lm.training import learning_rate
 from dtensor_lm.training.feed import Feed
 from dtensor_lm.training.optimizer import SGD, AdamW, Optimizer
 from dtensor_lm.training.sample import no_sample, sample
@@ -110,9 +110,9 @@ def run(config: TrainConfig) -> int:
     data = feed_of(config, program)
     if _agree(data.digest()) != data.digest():
         raise DataError(f"rank {dist.get_rank()} reads another corpus than rank 0: give every node the same files")
-    s = config.schedule
-    rate = schedule.make(s.kind, config.steps, s.warmup_steps, s.decay_steps, s.final_fraction)
-    step = train_step(program, optimizer_of(config), schedule=rate, clip_norm=config.optimizer.clip_norm,
+    s = config.lr_schedule
+    rate = learning_rate.make(s.kind, config.steps, s.warmup_steps, s.decay_steps, s.final_fraction)
+    step = train_step(program, optimizer_of(config), lr_schedule=rate, clip_norm=config.optimizer.clip_norm,
                       device=config.device)  # fmt: skip
     folder = Folder(config)
     try:

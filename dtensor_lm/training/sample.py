@@ -7,6 +7,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dtensor_lm.config import SampleConfig
 from dtensor_lm.data import Corpus
@@ -25,6 +26,19 @@ def no_sample(program: Program) -> str:
     return "the model needs labels, and gives no logits without them" if labels.default is labels.empty else ""
 
 
+def whole_on_first(program: Program, state: TrainState) -> dict[str, Tensor]:
+    """All whole parameters on rank 0, some or none on others; every rank calls it."""
+    mine = whole(state.parameters)
+    if program.pipeline is None:
+        return mine
+    # Each pipeline rank has those of its stages, and one of its ranks sends them.
+    inner, rank = program.mesh.without(program.pipeline.axis), dist.get_rank()
+    sent = {n: x.cpu() for n, x in mine.items()} if rank == min(inner.group(inner.active, rank)) else {}
+    every: list[dict[str, Tensor]] = [{}] * dist.get_world_size() if rank == 0 else []
+    dist.gather_object(sent, every or None)
+    return {name: x for part in every for name, x in part.items()}
+
+
 @torch.no_grad()
 def sample(
     program: Program, state: TrainState, corpus: Corpus, config: SampleConfig, seed: int, device: torch.device
@@ -35,7 +49,7 @@ def sample(
     """
     if not config.tokens or no_sample(program):
         return None
-    values = whole(state.parameters)
+    values = whole_on_first(program, state)
     if dist.get_rank() != 0:
         return None
     model = single_device(program.model, values, device).eval()

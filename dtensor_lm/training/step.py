@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,13 +19,17 @@ from dtensor_lm.errors import ConfigError, ModelError
 from dtensor_lm.initial_values import draw, recipes
 from dtensor_lm.ops.cross_entropy import IGNORE
 from dtensor_lm.ops.dropout import Moment
-from dtensor_lm.partition import partition
-from dtensor_lm.rounds import BoundRound
-from dtensor_lm.sharding_plans.predict import STATISTICS, reduction_rounds, update_rounds
+from dtensor_lm.rounds import BoundRound, BoundShare
+from dtensor_lm.sharding_plans.parts import part
+from dtensor_lm.sharding_plans.predict import STATISTICS, group_axes, reduction_rounds, shared_rounds, update_rounds
 from dtensor_lm.sharding_plans.program import Parameter, Program
 from dtensor_lm.state import TrainState, local, locals_of, narrow, take, wrap
+from dtensor_lm.training.learning_rate import Schedule
 from dtensor_lm.training.optimizer import SGD, AdamW, Group, Optimizer
-from dtensor_lm.training.schedule import Schedule
+from dtensor_lm.training.passes import InOrderRunner
+
+if TYPE_CHECKING:
+    from dtensor_lm.schedules.run import PipelineRunner
 
 BlockMaker = Callable[[Parameter, str, torch.dtype], Tensor]  # (parameter, table, dtype) -> this rank's block
 Batch = Sequence[Mapping[str, Tensor]]  # one mapping of this rank's integer inputs per micro-batch
@@ -50,31 +56,37 @@ class TrainStep:
         self,
         program: Program,
         optimizer: Optimizer,
-        schedule: Schedule | None,
+        lr_schedule: Schedule | None,
         clip_norm: float,
         device: torch.device,
     ) -> None:
-        self.program, self.optimizer, self.schedule = program, optimizer, schedule
+        self.program, self.optimizer, self.lr_schedule = program, optimizer, lr_schedule
         self.clip_norm, self.device = clip_norm, device
         process_groups.start(device)
-        self.module = partition(program, program.model, device)
+        program.mesh.check_world(dist.get_world_size())
         rank = dist.get_rank()
-        scatter, reduce = reduction_rounds(program.parameters)
+        process_groups.prepare(program.mesh, group_axes(program))
+        self.place = program.mesh.coordinate(rank)
+        self.local = part(program, rank)  # what this rank runs: its stages, in a pipeline
+        self.parameters = self.local.parameters
+        scatter, reduce = reduction_rounds(self.parameters)
         self.scatter = [BoundRound(r, program.mesh, rank) for r in scatter]
         self.reduce = [BoundRound(r, program.mesh, rank) for r in reduce]
-        self.update = [BoundRound(r, program.mesh, rank) for r in update_rounds(program.parameters)]
+        self.share = [BoundShare(places, r, program.mesh, rank) for places, r in shared_rounds(self.local)]
+        self.update = [BoundRound(r, program.mesh, rank) for r in update_rounds(self.parameters)]
         self.world = group_of(program.mesh, program.mesh.active) if program.mesh.active else None
         self.master_dtype = getattr(torch, program.master_dtype)
         self.dtype = getattr(torch, program.dtype)
         if "labels" not in program.inputs or program.output.shape:
             raise ModelError("a model that is trained takes 'labels' and returns its loss, a scalar sum over tokens")
         # The loss and the token count are held in as many copies as there are ranks that do not cut them.
-        self.loss_copies = program.mesh.size // program.mesh.product(program.output.partial)
+        layout = program.output
+        self.loss_copies = layout.mesh.size // layout.mesh.product(layout.partial)
         self.label_copies = program.inputs["labels"].copies
         # In state R gradients are addends: the first rank alone brings the 1 that backward starts from.
-        place = program.mesh.coordinate(rank)
-        alone = all(place[axis] == 0 for axis in program.mesh.active if program.output.state(axis) == "R")
-        self.seed = torch.tensor(1.0 if alone else 0.0, device=device)
+        alone = all(self.place[axis] == 0 for axis in layout.mesh.active if layout.state(axis) == "R")
+        seed = torch.tensor(1.0 if alone else 0.0, device=device)
+        self.runner = _runner(program)(program, program.model, device, seed)
 
     # State
 
@@ -86,11 +98,10 @@ class TrainStep:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ConfigError(f"seed is {seed!r}: a whole number")
         known = recipes(self.program.model)
-        place = self.program.mesh.coordinate(dist.get_rank())
 
         def block(p: Parameter, table: str, dtype: torch.dtype) -> Tensor:
             layout = getattr(p, table)
-            return draw(known[p.name], p.name, seed, layout.shape, layout.box(place), dtype, self.device)
+            return draw(known[p.name], p.name, seed, layout.shape, layout.box(self.place), dtype, self.device)
 
         return replace(self._state(block), _seed=seed)
 
@@ -122,9 +133,9 @@ class TrainStep:
         optimizer: dict[str, dict[str, DTensor]] = {slot: {} for slot in self.optimizer.slots}
         if self.dtype != self.master_dtype:
             optimizer["master"] = {}
-        for name, p in self.program.parameters.items():
+        for name, p in self.parameters.items():
             parameters[name] = wrap(block(p, "storage", self.dtype), p.storage)
-            shape = p.optimizer.local_shape(self.program.mesh.coordinate(dist.get_rank()))
+            shape = p.optimizer.local_shape(self.place)
             for slot in self.optimizer.slots:
                 zeros = torch.zeros(shape, dtype=self.master_dtype, device=self.device)
                 optimizer[slot][name] = wrap(zeros, p.optimizer)
@@ -146,7 +157,7 @@ class TrainStep:
         missing = {*self.optimizer.slots} - {*state.optimizer}
         if missing or {*state.optimizer} - {*self.optimizer.slots, "master"}:
             raise ValueError(f"this state has {sorted(state.optimizer)}; the optimizer has {[*self.optimizer.slots]}")
-        lr = self.optimizer.lr * (self.schedule(state.step) if self.schedule else 1.0)
+        lr = self.optimizer.lr * (self.lr_schedule(state.step) if self.lr_schedule else 1.0)
         grads, loss, tokens, norm = self.gradients(state, batch)
         count = max(tokens, 1)
         scale = 1.0 / count
@@ -161,18 +172,9 @@ class TrainStep:
     def gradients(self, state: TrainState, batch: Batch) -> tuple[dict[str, Tensor], float, int, float]:
         """(sums of gradients over tokens, in the optimizer's layout; mean loss; tokens; norm of the mean gradient)."""
         values = locals_of(state.parameters)
-        leaves = {name: self._leaf(values[name], p) for name, p in self.program.parameters.items()}
-        self.module.train()
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        tokens = torch.zeros((), dtype=torch.float64, device=self.device)
-        moment = Moment.of(state.seed, state.step, device=self.device)
-        rows = self.program.batch // self.program.micro_batches
-        for i, inputs in enumerate(batch):
-            out = self.module(leaves, values, replace(moment, row=i * rows), **inputs)
-            out.backward(self.seed.to(out.dtype))
-            loss += out.detach()
-            tokens += (inputs["labels"] != IGNORE).sum()
-        self.module.release()
+        leaves = {name: self._leaf(values[name], p) for name, p in self.parameters.items()}
+        loss = self.runner.train(leaves, values, Moment.of(state.seed, state.step, device=self.device), batch)
+        tokens = self._tokens(batch)
         grads = {}
         for name, leaf in leaves.items():
             grads[name] = torch.zeros_like(leaf, dtype=self.master_dtype) if leaf.grad is None else leaf.grad
@@ -182,10 +184,14 @@ class TrainStep:
                 grads.update(r.scatter(grads))
             for r in self.reduce:
                 grads.update(r.reduce(grads))
+            for shared in self.share:
+                grads.update(shared.reduce(grads))
+            counted = [n for n in grads if self.program.home(n, dist.get_rank())]
             squares = torch.stack([
-                g.double().square().sum() / self.program.parameters[n].optimizer.copies for n, g in grads.items()
+                loss.new_zeros(()),
+                *(grads[n].double().square().sum() / self.parameters[n].optimizer.copies for n in counted),
             ]).sum()  # fmt: skip
-            statistics = torch.stack([squares, loss / self.loss_copies, tokens / self.label_copies])
+            statistics = torch.stack([squares, *self._one_copy(loss, tokens)])
             assert len(statistics) == STATISTICS
             if self.world is not None:
                 statistics = all_reduce(statistics, self.world)
@@ -198,13 +204,27 @@ class TrainStep:
             math.sqrt(square) / max(count, 1) if square >= 0 else math.nan,
         )
 
+    def _tokens(self, batch: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        """Unmasked labels, on ranks that have a loss."""
+        found = torch.zeros((), dtype=torch.float64, device=self.device)
+        for inputs in batch if self.runner.has_last else ():
+            found += (inputs["labels"] != IGNORE).sum()
+        return found
+
+    def _one_copy(self, loss: Tensor, tokens: Tensor) -> list[Tensor]:
+        """Addends that make the loss and the tokens of the whole batch, over all ranks."""
+        return [loss / self.loss_copies, tokens / self.label_copies]
+
     @torch.no_grad()
     def _not_finite(self, state: TrainState, grads: Mapping[str, Tensor]) -> tuple[str, ...]:
         """The parameters that hold an inf or NaN on any rank, or else the gradients that do. Every rank calls it."""
         tables = {"": locals_of(state.parameters), "gradient of ": grads}
-        names = [what + name for what, tensors in tables.items() for name in tensors]
-        flags = torch.stack([~x.isfinite().all() for tensors in tables.values() for x in tensors.values()])
-        found = flags.to(torch.float32)
+        places = [(what, name) for what in tables for name in self.program.parameters]
+        names = [what + name for what, name in places]
+        found = torch.zeros(len(names), device=self.device)
+        for i, (what, name) in enumerate(places):
+            if name in tables[what]:
+                found[i] = ~tables[what][name].isfinite().all()
         if self.world is not None:
             found = all_reduce(found, self.world)
         broken = [name for name, ranks in zip(names, found.tolist(), strict=True) if ranks]
@@ -215,7 +235,7 @@ class TrainStep:
         """What autograd accumulates into: aliases the value in the layout of gradients."""
         if not p.gradients.extends(p.storage):
             # Gradients are less cut than storage: no tensor of that shape exists, and .grad needs none.
-            shape = p.gradients.local_shape(self.program.mesh.coordinate(dist.get_rank()))
+            shape = p.gradients.local_shape(self.place)
             leaf = value.new_empty(()).expand(shape)
         else:
             leaf = narrow(value.detach(), p.storage, p.gradients)
@@ -227,9 +247,8 @@ class TrainStep:
     @torch.no_grad()
     def _apply(self, state: TrainState, grads: dict[str, Tensor], scale: float, lr: float) -> None:
         """Updates masters (or parameters themselves) in place, then parameters from them."""
-        program = self.program
         masters = {}
-        for name, p in program.parameters.items():
+        for name, p in self.parameters.items():
             if "master" in state.optimizer:
                 masters[name] = local(state.optimizer["master"][name])
             else:
@@ -240,7 +259,7 @@ class TrainStep:
         if used:
             torch._foreach_mul_([grads[n] for n in used], scale)
         for decay in (True, False):
-            names = [n for n in used if program.parameters[n].decay == decay]
+            names = [n for n in used if self.parameters[n].decay == decay]
             slots = {s: [local(state.optimizer[s][n]) for n in names] for s in self.optimizer.slots}
             group = Group(decay, [masters[n] for n in names], [grads[n] for n in names], slots)
             self.optimizer.update(group, state.step, lr)
@@ -256,15 +275,18 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, state: TrainState, batches: Iterable[Mapping[str, Tensor]]) -> float:
-        """Mean loss per unmasked token over this rank's parts of all batches; the state is not changed."""
+        """Mean loss per unmasked token over this rank's parts of all batches; the state is not changed.
+
+        A pipeline evaluates as many batches at once as its schedule has micro-batches.
+        """
         values = locals_of(state.parameters)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.module.eval()
-        for inputs in batches:
-            out = self.module(values, values, **inputs).double() / self.loss_copies
-            totals += torch.stack([out, (inputs["labels"] != IGNORE).sum().double() / self.label_copies])
-        self.module.train()
-        self.module.release()
+        left = iter(batches)
+        while batch := [*itertools.islice(left, self.runner.count)]:
+            tokens = self._tokens(batch)
+            spare = {**batch[-1], "labels": torch.full_like(batch[-1]["labels"], IGNORE)}
+            loss = self.runner.evaluate(values, batch + [spare] * (self.runner.count - len(batch)))
+            totals += torch.stack(self._one_copy(loss, tokens))
         if self.world is not None:
             totals = all_reduce(totals, self.world)
         loss, count = totals.tolist()
@@ -273,11 +295,19 @@ class TrainStep:
         return loss / round(count)
 
 
+def _runner(program: Program) -> type[InOrderRunner] | type[PipelineRunner]:
+    if program.pipeline is None:
+        return InOrderRunner
+    from dtensor_lm.schedules.run import PipelineRunner  # it loads torch's engine
+
+    return PipelineRunner
+
+
 def train_step(
     program: Program,
     optimizer: Optimizer,
     *,
-    schedule: Schedule | None = None,
+    lr_schedule: Schedule | None = None,
     clip_norm: float = 0.0,
     device: str | torch.device = "auto",
 ) -> TrainStep:
@@ -290,7 +320,9 @@ def train_step(
         raise ConfigError(f"the optimizer is {optimizer!r}: make it with dtensor_lm.adamw(...) or dtensor_lm.sgd(...)")
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not 0 <= clip_norm < math.inf:
         raise ConfigError(f"clip_norm is {clip_norm!r}: a number of at least 0, where 0 does not clip")
-    if schedule is not None and not callable(schedule):
-        raise ConfigError(f"schedule is {schedule!r}: a function of the step, see dtensor_lm.training.schedule")
+    if lr_schedule is not None and not callable(lr_schedule):
+        raise ConfigError(
+            f"lr_schedule is {lr_schedule!r}: a function of the step, see dtensor_lm.training.learning_rate"
+        )
     where = device if isinstance(device, torch.device) else process_groups.device(device)
-    return TrainStep(program, optimizer, schedule, clip_norm, where)
+    return TrainStep(program, optimizer, lr_schedule, clip_norm, where)

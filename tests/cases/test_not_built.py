@@ -17,24 +17,15 @@ from dtensor_lm.config import CheckConfig, PlanConfig, TrainConfig, parse
 
 pytestmark = pytest.mark.quick
 
-PP = "axis pp={}: pipeline parallelism is not built yet: use fsdp, which shards the parameters of every layer"
 CP = "axis cp={}: context parallelism is not built yet: use tp, which also cuts the sequence between its regions"
 EP = "axis ep={}: expert parallelism is not built yet: use fsdp, which shards every parameter"
 
 MESHES = [
-    pytest.param(
-        "pp=2",
-        [PP.format(2)],
-        marks=pytest.mark.case("LOSS-04", "GRAD-02", "RNG-01", "NUM-01", "NUM-04", "LOG-01"),
-    ),
-    pytest.param("pp=4,dp=2", [PP.format(4)], marks=pytest.mark.case("LOG-01")),
-    pytest.param("pp=2,dp=2,tp=2", [PP.format(2)], marks=pytest.mark.case("GRAD-02")),
-    pytest.param("dp=2,tp=2,pp=2", [PP.format(2)], marks=pytest.mark.case("DATA-09")),
     pytest.param("cp=2", [CP.format(2)], marks=pytest.mark.case("LOSS-04")),
     pytest.param("dp=2,cp=2", [CP.format(2)], marks=pytest.mark.case("GRAD-04", "DATA-09")),
     pytest.param("ep=2", [EP.format(2)], marks=pytest.mark.case("RNG-01", "UX-04")),
     pytest.param("ep=2,dp=2", [EP.format(2)], marks=pytest.mark.case("GRAD-02")),
-    ("pp=2,ep=4,cp=8", [PP.format(2), EP.format(4), CP.format(8)]),
+    ("ep=4,cp=8", [EP.format(4), CP.format(8)]),
 ]
 
 

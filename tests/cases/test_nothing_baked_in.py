@@ -19,7 +19,7 @@ import dtensor_lm as dl
 from dtensor_lm import Mesh
 from dtensor_lm.partition import _UnitCall
 from dtensor_lm.testing.equivalence import parts
-from dtensor_lm.training.schedule import cosine
+from dtensor_lm.training.learning_rate import cosine
 
 STEPS = 20
 

@@ -169,7 +169,7 @@ def steps_around_an_evaluation(run: Run) -> tuple[float, float]:
         before = copy.deepcopy((locals_of(state.parameters), {s: locals_of(t) for s, t in state.optimizer.items()}))
         if evaluates:
             evaluation = step.evaluate(state, mine)
-            assert all(m.training for m in step.module.modules())
+            assert all(m.training for m in step.runner.module.modules())
             held = locals_of(state.parameters), {s: locals_of(t) for s, t in state.optimizer.items()}
             torch.testing.assert_close(held, before, rtol=0, atol=0)
         state, metrics = step(state, mine)

@@ -73,7 +73,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gathers-once-for-all-micro-batches", "sharding_plans/resolve.py",
-        "calls[unit] * self.micro,", "calls[unit],",
+        "calls[unit] * self.micro", "calls[unit]",
         "gathers are predicted for one micro-batch",
         (f"{RESOLVE}test_whole_gathers_are_one_per_unit",), r"parameters', 1, 'forward'",
     ),
@@ -85,13 +85,13 @@ MUTATIONS = (
     ),
     Mutation(
         "bytes-of-one-shard", "sharding_plans/predict.py",
-        '(1 if self.op == "all_reduce" else self.axes_size)', "1",
+        '(1 if self.op in ("all_reduce", "send") else self.axes_size)', "1",
         "collectives of parameters are predicted with the bytes of one shard",
         (f"{COUNTED}[zero 3]",), r"all_gather @dp .* found",
     ),
     Mutation(
         "second-gather-not-predicted", "sharding_plans/predict.py",
-        "if g.regather and g.backward:", "if False:",
+        "if g.again:", "if False:",
         "what backward gathers again is in no prediction",
         (f"{RESOLVE}test_whole_gathers_are_one_per_unit",), r"parameters again",
     ),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dtensor_lm.training.schedule import make
+from dtensor_lm.training.learning_rate import make
 
 pytestmark = pytest.mark.quick
 
