@@ -45,7 +45,7 @@ def stage_program(program: Program, stage: int) -> Program:
             gathers.append(replace(g, parameters=names, count=g.count * n // of, again=again))
     parameters = {name: p for name, p in program.parameters.items() if name in used}
     part = replace(program, parameters=parameters, regions=regions, gathers=tuple(gathers), held=(stage,))
-    return replace(part, collectives=tuple(micro_batch_collectives(part)))
+    return replace(part, by_rank=(tuple(micro_batch_collectives(part)),))
 
 
 def rank_program(program: Program, rank: int) -> Program:
@@ -62,7 +62,7 @@ def rank_program(program: Program, rank: int) -> Program:
         held=pipe.on(rank),
     )
     every = [*(c for each in parts for c in each.collectives), *pipe.sends(pipe.on(rank)), *step_collectives(part)]
-    return replace(part, collectives=tuple(every))
+    return replace(part, by_rank=(tuple(every),))
 
 
 def part(program: Program, rank: int) -> Program:
@@ -73,10 +73,8 @@ def part(program: Program, rank: int) -> Program:
 
 
 def complete(program: Program) -> Program:
-    """The Program with its collectives: in a pipeline those of all pipeline ranks, one after the other."""
+    """The Program with its collectives."""
     if program.pipeline is None:
-        found = [*micro_batch_collectives(program), *step_collectives(program)]
-    else:
-        ranks = range(program.mesh[program.pipeline.axis])
-        found = [c for rank in ranks for c in rank_program(program, rank).collectives]
-    return replace(program, collectives=tuple(found))
+        return replace(program, by_rank=((*micro_batch_collectives(program), *step_collectives(program)),))
+    ranks = range(program.mesh[program.pipeline.axis])
+    return replace(program, by_rank=tuple(rank_program(program, rank).collectives for rank in ranks))

@@ -134,7 +134,11 @@ class Program:
     model: nn.Module = field(repr=False)
     pipeline: Pipeline | None = None
     held: tuple[int, ...] | None = None  # the stages that this is a part for; None: all
-    collectives: tuple[Collective, ...] = ()
+    by_rank: tuple[tuple[Collective, ...], ...] = ()  # collectives of a step, for each pipeline rank
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(c for collectives in self.by_rank for c in collectives)
 
     @property
     def edges(self) -> tuple[Edge, ...]:

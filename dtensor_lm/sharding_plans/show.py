@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from dtensor_lm.edges import Collective
 from dtensor_lm.layout import Layout
 from dtensor_lm.sharding_plans.checks import generic
+from dtensor_lm.sharding_plans.pipeline import Pipeline
 from dtensor_lm.sharding_plans.program import Program
 
 
@@ -43,7 +45,9 @@ def table(p: Program) -> str:
         f"batch {p.batch} x {p.seq} tokens in {p.micro_batches} micro-batch" + "es" * (p.micro_batches > 1),
         "state per rank: "
         + ", ".join(f"{name} {bytes_text(n)}" for name, n in state.items())
+        + (", on the pipeline rank with the most" if p.pipeline is not None else "")
         + " (without activations and gathered weights)",
+        *(_pipeline(p.pipeline) if p.pipeline is not None else []),
         "",
         "parameters (layout, then local shape and bytes per rank)",
     ]
@@ -81,21 +85,53 @@ def table(p: Program) -> str:
             ] += 1
     rows = [(region + _times(n), *rest) for (region, *rest), n in edges.items()]
     lines += _table(rows) if rows else ["  none"]
-    lines += ["", "collectives per rank and step"]
+    for rank, collectives in enumerate(p.by_rank):
+        where = f", {p.pipeline.axis} rank {rank}" if p.pipeline is not None and len(p.by_rank) > 1 else ""
+        lines += ["", f"collectives per rank and step{where}", *_collectives(p, collectives)]
+    return "\n".join(lines)
+
+
+def _collectives(p: Program, collectives: tuple[Collective, ...]) -> list[str]:
     calls: dict[tuple[str, str, str, str, int], int] = defaultdict(int)
-    for c in p.collectives:
+    for c in collectives:
         calls[c.phase, c.op, ".".join(c.axes), f"{generic(c.where)} ({c.dtype})", c.bytes] += c.count
+    if not calls:
+        return ["  none"]
     rows = [
         (phase, op, "@" + axes, f"{n} x", bytes_text(size), where)
         for (phase, op, axes, where, size), n in calls.items()
     ]
-    lines += _table(rows) if rows else ["  none"]
-    if rows:
-        wire = sum(c.wire_bytes(p.mesh) * c.count for c in p.collectives)
-        lines.append(
-            f"  in all {sum(c.count for c in p.collectives)} collectives; each rank sends {bytes_text(wire)} in rings"
-        )
-    return "\n".join(lines)
+    wire = sum(c.wire_bytes(p.mesh) * c.count for c in collectives)
+    count = sum(c.count for c in collectives)
+    return [*_table(rows), f"  in all {count} collectives; each rank sends {bytes_text(wire)} in rings"]
+
+
+def _pipeline(pipe: Pipeline) -> list[str]:
+    """Stages, and what they hand over."""
+    table = pipe.schedule
+    runs = f", {pipe.accumulate} runs of it in a step" if pipe.accumulate > 1 else ""
+    rank = "rank" + "s" * (table.ranks > 1)
+    lines = ["", f"pipeline over {pipe.axis}: {table.name}, {table.stages} stages on {table.ranks} {rank}, "
+                 f"{table.micro_batches} micro-batches{runs}"]  # fmt: skip
+    total = sum(stage.cost for stage in pipe.stages) or 1.0
+    rows = []
+    for stage in pipe.stages:
+        first, last = pipe.links[stage.first].unit, pipe.links[stage.stop - 1].unit
+        rows.append((
+            f"stage {stage.index}", f"{pipe.axis} rank {stage.rank}", f"{first} to {last}" if first != last else first,
+            f"{stage.layers} layer{'s' * (stage.layers != 1)}", f"{stage.cost / total:.1%} of the cost",
+        ))  # fmt: skip
+    lines += _table(rows)
+    borders: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for b in pipe.boundaries:
+        size = f"{b.count} x {bytes_text(b.layout.local_bytes())}" + (" and as much back" if b.grad else "")
+        borders[b.tensor, str(b.layout), size, "" if b.sent else "on one rank: not sent"].append(b.stage)
+    lines += _table(
+        (f"stage {stages[0]} -> {stages[0] + 1}{_times(len(stages))}", *row) for row, stages in borders.items()
+    )
+    shared = {name: ranks for ranks, names in pipe.shared().items() for name in names}
+    return lines + [f"  {name} is on {pipe.axis} ranks {', '.join(map(str, ranks))}: its gradients are added"
+                    for name, ranks in shared.items()]  # fmt: skip
 
 
 def prod(shape: Iterable[int]) -> int:
@@ -148,8 +184,10 @@ def data(p: Program) -> dict[str, object]:
             }
             for e in p.edges
         ],
+        "pipeline": None if p.pipeline is None else _pipeline_data(p.pipeline),
         "collectives": [
             {
+                **({"pipeline_rank": rank} if p.pipeline is not None else {}),
                 "phase": c.phase,
                 "op": c.op,
                 "axes": list(c.axes),
@@ -159,6 +197,40 @@ def data(p: Program) -> dict[str, object]:
                 "where": c.where,
                 "wire_bytes": c.wire_bytes(p.mesh),
             }
-            for c in p.collectives
+            for rank, collectives in enumerate(p.by_rank)
+            for c in collectives
         ],
+    }
+
+
+def _pipeline_data(pipe: Pipeline) -> dict[str, object]:
+    return {
+        "axis": pipe.axis,
+        "schedule": pipe.schedule.name,
+        "rows": [[str(action) for action in row] for row in pipe.schedule.rows],
+        "accumulate": pipe.accumulate,
+        "stages": [
+            {
+                "index": stage.index,
+                "rank": stage.rank,
+                "layers": stage.layers,
+                "units": [link.unit for link in pipe.links[stage.first : stage.stop]],
+                "cost": stage.cost,
+            }
+            for stage in pipe.stages
+        ],
+        "boundaries": [
+            {
+                "from": b.stage,
+                "to": b.stage + 1,
+                "tensor": b.tensor,
+                "layout": b.layout.as_dict(),
+                "bytes": b.layout.local_bytes(),
+                "crossings": b.count,
+                "sent": b.sent,
+                "gradient": b.grad,
+            }
+            for b in pipe.boundaries
+        ],
+        "shared_parameters": {name: list(ranks) for ranks, names in pipe.shared().items() for name in names},
     }

@@ -40,6 +40,7 @@ class Case:
     micro-batches have none), those of the start or end of sequences (so that
     ranks of a cut sequence have none), one, none.
     steps: of SGD and of AdamW; 0 compares loss, gradients, norm and collectives only.
+    schedule, virtual_stages, accumulate: of a pipeline, as `resolve` takes them; '' and 0 leave them to it.
     """
 
     model: str = "tiny"
@@ -53,6 +54,9 @@ class Case:
     dtype: str = "float64"
     steps: int = 0
     seed: int = 0
+    schedule: str = ""
+    virtual_stages: int = 0
+    accumulate: int = 1
 
     def command(self) -> str:
         """What runs this case again, from a shell."""
@@ -79,7 +83,7 @@ class Case:
             for name, kind in known.items()
             if name in data and (not isinstance(data[name], kind) or isinstance(data[name], bool))
         ]
-        least = {"batch": 1, "seq": 1, "micro_batches": 1, "steps": 0, "seed": 0}
+        least = {"batch": 1, "seq": 1, "micro_batches": 1, "steps": 0, "seed": 0, "virtual_stages": 0, "accumulate": 1}
         faults += [
             f"{name} is {data[name]}: from {low} to 2**31 - 1"
             for name, low in least.items()
@@ -114,6 +118,7 @@ def _program(text: str) -> Program:
     return resolve(
         case.build(), Plan.from_dict(case.plan), Mesh.parse(case.mesh),
         batch=case.batch, seq=case.seq, micro_batches=case.micro_batches, dtype=case.dtype,
+        schedule=case.schedule or None, virtual_stages=case.virtual_stages or None, accumulate=case.accumulate,
     )  # fmt: skip
 
 

@@ -67,6 +67,13 @@ def simpler(case: Case) -> Iterator[Case]:
             yield _on(case, plan, mesh, Mesh(**{**mesh.sizes, axis: 2}))
     if case.micro_batches > 1:
         yield replace(case, micro_batches=1, batch=case.batch // case.micro_batches)
+    if case.accumulate > 1:
+        yield replace(case, accumulate=1)
+        yield replace(case, accumulate=1, micro_batches=case.micro_batches // case.accumulate)
+    if case.virtual_stages > 1:
+        yield replace(case, schedule="1f1b", virtual_stages=0)
+    if case.schedule not in ("", "gpipe"):
+        yield replace(case, schedule="gpipe", virtual_stages=0)
     for plainer in (replace(case, steps=0), replace(case, labels="all"), replace(case, seed=0)):
         if plainer != case:
             yield plainer
@@ -91,7 +98,10 @@ def _on(case: Case, plan: Plan, before: Mesh, after: Mesh) -> Case:
     rows = case.batch // before.product(plan.axes("compute", "batch"))
     tables = {t: {n: [a for a in axes if a in after] for n, axes in getattr(plan, t).items()} for t in TABLES}
     batch = rows * after.product(tables["compute"].get("batch", []))
-    return replace(case, mesh=str(after), batch=batch, plan={**case.plan, **tables})
+    smaller = replace(case, mesh=str(after), batch=batch, plan={**case.plan, **tables})
+    if after.product(tables["compute"].get("layers", [])) == 1:
+        smaller = replace(smaller, schedule="", virtual_stages=0, accumulate=1)
+    return smaller
 
 
 def _without(plan: Plan, name: str, tables: tuple[str, ...]) -> Mapping[str, Any]:

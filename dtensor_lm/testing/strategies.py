@@ -16,14 +16,15 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from dtensor_lm.errors import PlanError
+from dtensor_lm.errors import PlanError, ScheduleError
 from dtensor_lm.mesh import Mesh
+from dtensor_lm.schedules import KNOWN, generate
 from dtensor_lm.sharding_plans.library import standard
 from dtensor_lm.sharding_plans.plan import Plan
 from dtensor_lm.signatures import names_of
@@ -78,16 +79,21 @@ Rows = dict[str, list[str]]  # one table of a plan
 
 
 @st.composite
-def plans(draw: st.DrawFn, record: Trace, mesh: Mesh) -> Plan:
-    """A plan that the signatures allow. Every axis of the mesh does something."""
+def plans(draw: st.DrawFn, record: Trace, mesh: Mesh, whole_gradients: bool = False) -> Plan:
+    """A plan that the signatures allow. Every axis of the mesh does something.
+
+    whole_gradients: they are cut no further than what regions compute with.
+    """
     compute = draw(_compute(record, mesh))
     dims = [[dim[0] for dim in use.spec.dims] for use in record.uses]
     stored = sorted({name for use in dims for name in use if name != "_"})
     own = {name: axes for name, axes in compute.items() if name in stored}
     storage = draw(_further(own, dims, mesh))
     # One of storage and gradients begins with the other, and the optimizer with both.
-    gradients = own if draw(st.integers(0, 3)) == 0 else draw(_further(storage, dims, mesh))
-    optimizer = draw(_further(gradients if gradients is not own else storage, dims, mesh))
+    whole = whole_gradients or draw(st.integers(0, 3)) == 0
+    # The table says each name that storage cuts, or storage's row would stand for it.
+    gradients = {**{name: [] for name in storage}, **own} if whole else draw(_further(storage, dims, mesh))
+    optimizer = draw(_further(storage if whole else gradients, dims, mesh))
     used = {axis for rows in (compute, storage, gradients, optimizer) for axes in rows.values() for axis in axes}
     idle = [axis for axis in mesh.active if axis not in used]
     compute = {**compute, "batch": [*compute.get("batch", []), *idle]}
@@ -140,9 +146,10 @@ def sizes_of(record: Trace) -> dict[str, int]:
 
 
 @st.composite
-def usual(draw: st.DrawFn, record: Trace, mesh: Mesh) -> tuple[Plan, Mesh]:
+def usual(draw: st.DrawFn, record: Trace, mesh: Mesh, whole_gradients: bool = False) -> tuple[Plan, Mesh]:
     """The standard plan, with ZeRO and sequence parallelism as options, and the mesh with its axes' usual names."""
-    plan = standard(draw(st.integers(0, 3)), draw(st.booleans()))
+    zero = draw(st.sampled_from([0, 1, 3] if whole_gradients else [0, 1, 2, 3]))
+    plan = standard(zero, draw(st.booleans()), whole_gradients)
     cut = math.gcd(*(size for name, size in sizes_of(record).items() if plan.axes("compute", name) == ("tp",)))
     orders = [dict(zip(names, mesh.sizes.values(), strict=False)) for names in itertools.permutations(_USUAL)]
     fitting = [sizes for sizes in orders if cut % sizes.get("tp", 1) == 0]
@@ -151,6 +158,36 @@ def usual(draw: st.DrawFn, record: Trace, mesh: Mesh) -> tuple[Plan, Mesh]:
 
 
 _USUAL = ("dp", "fsdp", "tp")
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """A pipeline over an axis of a mesh; without an axis, none."""
+
+    axis: str = ""
+    schedule: str = ""
+    virtual_stages: int = 0
+    micro_batches: int = 1
+    accumulate: int = 1
+    stages: int = 1
+    splits: bool = False
+
+
+@st.composite
+def pipes(draw: st.DrawFn, mesh: Mesh) -> Pipe:
+    """A pipeline of up to 4 ranks and 8 stages that its schedule allows."""
+    axes = [axis for axis in mesh.active if mesh[axis] <= 4]
+    assume(axes)
+    axis, schedule = draw(st.sampled_from(axes)), draw(st.sampled_from(sorted(KNOWN)))
+    ranks, only = mesh[axis], KNOWN[schedule][2]
+    virtual = only or draw(st.integers(1, 3 if ranks == 2 else 2))
+    accumulate = draw(st.sampled_from([1, 1, 1, 2]))
+    try:
+        table = generate(schedule, ranks, draw(st.integers(1, 2 * ranks + 1)), virtual)
+    except ScheduleError:
+        table = generate(schedule, ranks, 2 * ranks, virtual)
+    splits = any(action.kind in "IW" for row in table.rows for action in row)
+    return Pipe(axis, schedule, virtual, table.micro_batches * accumulate, accumulate, table.stages, splits)
 
 
 @st.composite
@@ -168,10 +205,22 @@ def cases(
     mesh = draw(meshes(most, least))
     seq = draw(st.sampled_from(SEQUENCES))
     record = _trace(model, json.dumps(dict(changes)), seq)
-    plan = draw(plans(record, mesh)) if draw(st.booleans()) else None
-    if plan is None:
-        plan, mesh = draw(usual(record, mesh))
-    micro = draw(st.sampled_from([1, 1, 2, 3]))
+    micro, pipe = draw(st.sampled_from([1, 1, 2, 3])), Pipe()
+    if "layers" in changes and mesh.active and draw(st.integers(0, 2)) == 0:
+        pipe = draw(pipes(mesh))
+        micro = pipe.micro_batches
+        changes = {**changes, "layers": pipe.stages + draw(st.integers(0, 2))}
+    inside = Mesh(**{axis: size for axis, size in mesh.sizes.items() if axis != pipe.axis})
+    if draw(st.booleans()):
+        plan = draw(plans(record, inside, pipe.splits))
+    else:
+        plan, inside = draw(usual(record, inside, pipe.splits))
+    if pipe.axis:
+        plan = replace(plan, compute={**plan.compute, "layers": pipe.axis})
+        sizes = [*inside.sizes.items()]
+        sizes.insert(draw(st.integers(0, len(sizes))), (pipe.axis, mesh[pipe.axis]))
+        inside = Mesh(**dict(sizes))
+    mesh = inside
     rows = draw(st.integers(1, 2))
     case = Case(
         model,
@@ -185,6 +234,9 @@ def cases(
         dtype=draw(dtypes) if dtypes is not None else "float64",
         steps=draw(steps) if steps is not None else 0,
         seed=draw(st.integers(0, 99)),
+        schedule=pipe.schedule,
+        virtual_stages=pipe.virtual_stages,
+        accumulate=pipe.accumulate,
     )
     try:
         program = case.program()
@@ -203,6 +255,8 @@ _ROLES = {"batch": "data", "seq": "context", "res": "sequence", "q_seq": "contex
 
 
 def _role(plan: Plan, axis: str) -> str:
+    if axis in plan.axes("compute", "layers"):
+        return "pipeline"
     found = {_ROLES.get(n, "tensor") for n in plan.names if axis in plan.axes("compute", n)}
     found -= {"sequence"} if "context" in found else set()
     levels = {"storage": "zero3", "gradients": "zero2", "optimizer": "zero1"}
