@@ -4,12 +4,14 @@
     rank 1 |...F0 F1 F2 ...B0--- F3 B1---
 
 A letter and a number are the begin of an action, dashes its length, dots are time in which the rank does nothing. It
-can all be read without colours. What is too long for the width goes on below.
+can all be read without colours. What is too long for the width goes on below, from where no name is cut in two.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
+from itertools import pairwise
 
 from dtensor_lm.schedules.checker import peaks
 from dtensor_lm.schedules.simulator import Timeline
@@ -32,13 +34,13 @@ def draw(timeline: Timeline, width: int = 120, colour: bool = False) -> str:
     scale = _columns_per_time(timeline)
     total = round(timeline.makespan * scale)
     lines = [(f"{name:<{margin - 1}}|", _line(timeline, rank, stage, scale, total)) for rank, name, stage in names]
-    step = max(width - margin, 20)
     blocks = []
-    for first in range(0, max(total, 1), step):
-        part = [f"{'time':<{margin}}{_ruler(scale, first, min(step, total - first))}".rstrip()]
-        part += [head + _paint(cells[first : first + step], colour) for head, cells in lines]
+    for first, last in pairwise(_breaks(timeline, scale, total, max(width - margin, 20))):
+        part = [f"{'time':<{margin}}{_ruler(scale, first, last - first)}".rstrip()]
+        part += [head + _paint(cells[first:last], colour) for head, cells in lines]
         blocks.append("\n".join(part))
-    return "\n\n".join([summary(timeline), *blocks, _legend(timeline, colour)])
+    title = textwrap.fill(summary(timeline), width, break_long_words=False)
+    return "\n\n".join([title, *blocks, _legend(timeline, colour)])
 
 
 def summary(timeline: Timeline) -> str:
@@ -55,10 +57,15 @@ def summary(timeline: Timeline) -> str:
     return "; ".join(parts)
 
 
+def tick(distance: float) -> float:
+    """The shortest round time that is at least `distance`."""
+    power = 10 ** math.floor(math.log10(distance))
+    return next(each * power for each in (1, 2, 5, 10) if each * power >= distance * (1 - 1e-9))
+
+
 def ticks(start: float, end: float, distance: float) -> list[float]:
     """Round times from start to end, at least `distance` apart and few digits long."""
-    power = 10 ** math.floor(math.log10(distance))
-    step = next(each * power for each in (1, 2, 5, 10) if each * power >= distance * (1 - 1e-9))
+    step = tick(distance)
     return [i * step for i in range(math.ceil(start / step), int(end / step * (1 + 1e-9)) + 1)]
 
 
@@ -106,13 +113,26 @@ def _paint(cells: list[Cell], colour: bool) -> str:
     return text.rstrip() + (_RESET if colour and before else "")
 
 
+def _breaks(timeline: Timeline, scale: float, total: int, most: int) -> list[int]:
+    """The columns where blocks of at most `most` columns begin, and the end: if possible where no name is cut."""
+    inside: set[int] = set()
+    for action, start, end in (span for spans in timeline.spans for span in spans):
+        first = round(start * scale)
+        inside.update(range(first + 1, first + min(len(_name(action)), round(end * scale) - first)))
+    found = [0]
+    while total - found[-1] > most:
+        latest = found[-1] + most
+        found.append(next((column for column in range(latest, latest - most // 2, -1) if column not in inside), latest))
+    return [*found, total]
+
+
 def _ruler(scale: float, first: int, length: int) -> str:
     """Times above one block, each where it is."""
     text = ""
-    for tick in ticks(first / scale, (first + length) / scale, 10 / scale):
-        column = round(tick * scale) - first
-        if column >= len(text) and column + len(f"{tick:g}") <= length:
-            text = text.ljust(column) + f"{tick:g}"
+    for time in ticks(first / scale, (first + length) / scale, 10 / scale):
+        column = round(time * scale) - first
+        if column >= len(text) and column + len(f"{time:g}") <= length:
+            text = text.ljust(column) + f"{time:g}"
     return text
 
 

@@ -70,7 +70,11 @@ class PipelineRunner:
             assert part.span is not None
             last = index + 1 == len(pipe.stages)
             given = () if last else part.span.hands
-            output = self._examples(given) if given else (torch.empty(1, dtype=torch.float32, device="meta"),)
+            output = (
+                self._examples(given)
+                if given
+                else (torch.empty(1, dtype=getattr(torch, program.output.dtype), device="meta"),)
+            )
             self.modules.append(module)
             stages.append(
                 _Stage(module, index, len(pipe.stages), device, self._examples(part.span.takes), output, ranks)
@@ -184,6 +188,10 @@ class _Stage(PipelineStage):
                  takes: tuple[Tensor, ...], gives: tuple[Tensor, ...], ranks: dist.ProcessGroup) -> None:  # fmt: skip
         super().__init__(module, index, stages, device, input_args=takes, output_args=gives, group=ranks)
         self.module = module
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """What torch 2.11 sends to begin with; not to itself, which gloo cannot, where both stages are on one rank."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         super().backward_one_chunk(*args, **kwargs)
