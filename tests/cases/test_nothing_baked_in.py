@@ -64,7 +64,7 @@ def gpt(**changes: Any) -> nn.Module:
 def rates_of_20_steps(run: Run, long: Run) -> list[float]:
     """On sequences of two lengths in turn, with an evaluation in between. Asserts that operators are the same."""
     optimizer, rate = dl.adamw(lr=1e-2), cosine(STEPS, 3, 0.1)
-    steps = [dl.train_step(r.program(), optimizer, schedule=rate, clip_norm=1.0, device="cpu") for r in (run, long)]
+    steps = [dl.train_step(r.program(), optimizer, lr_schedule=rate, clip_norm=1.0, device="cpu") for r in (run, long)]
     state, found, rates = steps[0].init(), [], []
     for i in range(STEPS):
         step, length = steps[i % 2], (run, long)[i % 2].seq

@@ -29,6 +29,8 @@ RUNS = {
     "replicas": {"mesh": "dp=4", "zero": 1},
     "shards and tensor parallelism": {"mesh": "dp=2,tp=2", "zero": 3, "micro_batches": 2},
     "json": {"mesh": "tp=2", "json": True},
+    "a pipeline": {"mesh": "pp=2", "layers": 2, "schedule": "zb-h1"},
+    "pipelines and replicas": {"mesh": "pp=4,dp=2", "layers": 4, "micro_batches": 4},
 }
 
 
@@ -41,7 +43,7 @@ def trained(config: TrainConfig) -> tuple[int, str]:
 
 def losses_of_plain_pytorch(config: TrainConfig) -> list[float]:
     """The mean loss per token of the whole batch of each step: the model, torch's AdamW, and the text."""
-    config = replace(config, mesh="", zero=0, micro_batches=1)
+    config = replace(config, mesh="", zero=0, micro_batches=1, schedule=None)
     program, o = program_of(config), config.optimizer
     values = gathered(dl.train_step(program, dl.sgd(), device="cpu").init(config.seed).parameters)
     model, feed, losses = single_device(program.model, values), loop.feed_of(config, program), []
@@ -66,10 +68,10 @@ def losses_of_plain_pytorch(config: TrainConfig) -> list[float]:
 def test_console_and_file_have_the_loss_of_the_whole_batch(name: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {i} of {i * i}\n" for i in range(1000)))
     config = TrainConfig(
-        layers=1, batch=8, seq=16, steps=STEPS, dtype="float64", data=str(tmp_path / "text.txt"),
+        batch=8, seq=16, steps=STEPS, dtype="float64", data=str(tmp_path / "text.txt"),
         run_dir=str(tmp_path / "run"), device="cpu", evaluation=EvaluationConfig(every=1, sequences=4),
-        schedule=ScheduleConfig(kind="constant", warmup_steps=0), sample=SampleConfig(tokens=0), progress=False,
-        **RUNS[name],
+        lr_schedule=ScheduleConfig(kind="constant", warmup_steps=0), sample=SampleConfig(tokens=0), progress=False,
+        **{"layers": 1, **RUNS[name]},
     )  # fmt: skip
     (code, console), *others = pool(dl.Mesh.parse(config.mesh).size).run(trained, config)
     assert code == 0 and all(other == (0, "") for other in others)  # rank 0 alone reports
