@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import re
 import typing
 from pathlib import Path
@@ -80,9 +81,28 @@ def test_long_drawings_go_on_below() -> None:
     assert len(blocks) == 9 and all(len(block.splitlines()) == 17 for block in blocks)
     assert max(len(line) for block in blocks for line in block.splitlines()) <= 120
     whole = draw(timeline, 5000).split("\n\n")[1].splitlines()[1:]
-    joined = ["".join(block.splitlines()[1 + i].partition("|")[2].ljust(111) for block in blocks) for i in range(16)]
+    lengths = [max(map(len, block.splitlines()[1:])) - len("rank 15 |") for block in blocks]
+    rows = [[line.partition("|")[2] for line in block.splitlines()[1:]] for block in blocks]
+    joined = ["".join(row[i].ljust(n) for row, n in zip(rows, lengths, strict=True)) for i in range(16)]
     assert [line.partition("|")[2].rstrip() for line in whole] == [line.rstrip() for line in joined]
-    assert [block.split()[1] for block in blocks[:3]] == ["0", "30", "60"]
+    assert [block.split()[1] for block in blocks[:3]] == ["0", "30", "55"]
+
+
+@pytest.mark.parametrize("durations", [Durations(), Durations(1, 1.7, 0.9, 0.8, 0.35)])
+@pytest.mark.parametrize("width", [100, 101, 150])
+@pytest.mark.parametrize("kind", KNOWN)
+def test_no_name_is_cut_in_two(kind: str, width: int, durations: Durations) -> None:
+    """F1 at the end of a line would be read as F1 where the next line goes on with the 4 of F14."""
+    timeline = simulate(generate(kind, 4, 16), durations)
+    blocks = draw(timeline, width).split("\n\n")[1:-1]
+    names = [name for block in blocks for name in re.findall(r"[FBIW][0-9]+", block)]
+    assert sorted(names) == sorted(str(action)[1:] for row in timeline.schedule.rows for action in row)
+
+
+def test_the_title_keeps_to_the_width() -> None:
+    text = draw(simulate(generate("zb-h1", 16, 64)), 100)
+    assert max(map(len, text.splitlines())) <= 100
+    assert " ".join(text.split("\n\n")[0].split()).endswith("(per rank:" + " 16" * 16 + ")")
 
 
 def test_colours_add_nothing_but_colour() -> None:
@@ -119,28 +139,43 @@ def test_ticks() -> None:
 # Pictures
 
 
-@pytest.mark.parametrize(("kind", "p", "m"), [("1f1b", 4, 8), ("zb-v", 4, 8), ("interleaved-1f1b", 16, 64)])
+@pytest.mark.parametrize(
+    ("kind", "p", "m"), [("zb-h1", 4, 8), ("zb-v", 4, 8), ("1f1b", 16, 64), ("dualpipe-v", 16, 64)]
+)
 def test_the_picture_says_what_the_timeline_says(kind: str, p: int, m: int) -> None:
     timeline = simulate(generate(kind, p, m))
     root = ElementTree.fromstring(svg(timeline))
     at = "{http://www.w3.org/2000/svg}"
-    boxes: dict[str, tuple[float, ...]] = {}
+    names: dict[str, list[str]] = {}
+    boxes: dict[str, list[tuple[float, ...]]] = {}
     colours: dict[tuple[str, int], set[str]] = {}
     for group in root.iter(f"{at}g"):
         box, text, title = (group.find(at + tag) for tag in ("rect", "text", "title"))
         assert box is not None and title is not None and title.text is not None
         name = title.text.partition(":")[0]
         action = Action.parse(name)
-        assert text is not None and text.text == str(action.micro_batch), f"{name} has no room for its number"
-        assert float(box.get("width", 0)) >= 6.2 * len(text.text)
-        boxes[name] = (*(float(box.get(each, 0)) for each in ("x", "y", "width")),)
+        if text is not None:
+            names.setdefault(name, []).append(text.text or "")
+            assert float(box.get("width", 0)) >= 6.2 * len(text.text or "")
+        boxes.setdefault(name, []).append((*(float(box.get(each, 0)) for each in ("x", "y", "width")),))
         of_rank = timeline.schedule.stages_of(timeline.schedule.placement[action.stage])
         colours.setdefault((action.kind, of_rank.index(action.stage)), set()).add(box.get("fill", ""))
-    scale = boxes["0F0"][2] / (timeline.spans[0][0].end - timeline.spans[0][0].start)
+    # A panel is 30 px for each rank and 32 for its axis; an action that goes on in the next one has two boxes.
+    scale = boxes["0F0"][0][2] / (timeline.spans[0][0].end - timeline.spans[0][0].start)
+    long = 1600  # pixels of a panel: 80 in time
     for rank, spans in enumerate(timeline.spans):
         for action, start, end in spans:
-            expected = (64 + start * scale, 34 + 30 * rank, (end - start) * scale)
-            assert boxes.pop(str(action)) == pytest.approx(expected, abs=0.02)
+            pieces = boxes.pop(str(action))
+            assert names.pop(str(action)) == [str(action.micro_batch)], f"{action} has no room for its number"
+            assert sum(w for _, _, w in pieces) == pytest.approx((end - start) * scale, abs=0.02)
+            panel = int((start * scale + 1e-6) // long)
+            for x, y, w in pieces:
+                assert y == 34 + panel * (30 * p + 32) + 30 * rank
+                from_left = max(start * scale - panel * long, 0)
+                assert (x, x + w) == pytest.approx(
+                    (64 + from_left, 64 + min(end * scale - panel * long, long)), abs=0.02
+                )
+                panel += 1
     assert not boxes
     assert all(len(each) == 1 for each in colours.values())  # one colour for a kind and a stage of a rank
     assert len(set.union(*colours.values())) == len(colours)
@@ -150,6 +185,9 @@ def test_the_picture_says_what_the_timeline_says(kind: str, p: int, m: int) -> N
     assert max(rights) <= width and max(bottoms) <= height
     words = [text.text for text in root.iter(f"{at}text")]
     assert {"F forward", "idle", "time", "0", f"rank {p - 1}"} <= set(words)
+    assert words.count("time") == words.count("rank 0") == math.ceil(timeline.makespan * scale / long)
+    title = next(text for text in root.iter(f"{at}text"))
+    assert len(title.text or "") * 6.7 <= width  # digits of 12 px are so wide in Helvetica
 
 
 def test_names_are_escaped() -> None:
