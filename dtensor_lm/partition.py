@@ -100,7 +100,7 @@ class Partitioned(nn.Module):
         for local, layout in program.regions[""].absent.items():
             assert self.span is not None
             holder, _, attribute = local.rpartition(".")
-            self.model.get_submodule(holder).__dict__[attribute] = self.span.empty(layout)
+            self.model.get_submodule(holder).__dict__[attribute] = self.span.any_values(layout)
 
     def forward(
         self,

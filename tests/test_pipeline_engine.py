@@ -92,7 +92,7 @@ class _WithoutShapes(_Stage):
     def __init__(self, module: _StageModule, index: int, stages: int, device: torch.device, takes: Any, gives: Any,
                  ranks: dist.ProcessGroup) -> None:  # fmt: skip
         PipelineStage.__init__(self, module, index, stages, device, group=ranks)
-        self.module = module
+        self.module, self.takes = module, takes
 
 
 class _Later(engine._PipelineScheduleRuntime):

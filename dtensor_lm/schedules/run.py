@@ -6,6 +6,8 @@ What the engine would do by habit, and what is asked of it instead:
 - A second engine for evaluation, on the same stages, would spoil the receive buffers of the next training step, and its
   own `eval` hangs for tables in a V: so one engine has two tables, one of them with forwards only.
 - It takes parameters from the stage's module, when it does the second half of a backward: the leaves of this step.
+- After the second half of a backward it takes what autograd gives for a parameter's gradient, though two parameters may
+  have been given one tensor, and adds to it later: so there is a gradient already, of zeros, to which it adds.
 - It sends gradients as autograd makes them, and a gradient may be no contiguous tensor.
 
 Parts of the engine whose names begin with an underscore are used, since no others can run a table of one's own: those
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,7 +129,11 @@ class PipelineRunner:
         self.engine.pipeline_order_with_comms = self.tables[training]
         micro = torch.arange(self.count)
         try:
-            with _without_its_log(), torch.enable_grad():  # which the engine asks for; stages say themselves
+            with (
+                _its_errors(),
+                _without_its_log(),
+                torch.enable_grad(),
+            ):  # which the engine asks for; stages say themselves
                 self.engine.step(micro=micro, target=micro if self.has_last else None, return_outputs=False)
         finally:
             for module in self.modules:
@@ -157,6 +164,9 @@ class _StageModule(nn.Module):
     def begin(self, given: _Pass, training: bool) -> None:
         self.given = given
         self.part.train(training)
+        for leaf in self.parameters() if training and self.part.halves else ():
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf, dtype=getattr(torch, self.part.program.master_dtype))
 
     def end(self) -> None:
         self.given = None
@@ -187,14 +197,20 @@ class _Stage(PipelineStage):
     def __init__(self, module: _StageModule, index: int, stages: int, device: torch.device,
                  takes: tuple[Tensor, ...], gives: tuple[Tensor, ...], ranks: dist.ProcessGroup) -> None:  # fmt: skip
         super().__init__(module, index, stages, device, input_args=takes, output_args=gives, group=ranks)
-        self.module = module
+        self.module, self.takes = module, takes
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """What torch 2.11 sends to begin with; not to itself, which gloo cannot, where both stages are on one rank."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        super().backward_one_chunk(*args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if grads := self.bwd_cache.get(bwd_chunk_id):
+            # Of what a stage takes and no gradient reaches; the stage before waits for one.
+            zeros = zip(grads, self.takes, strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros(x.shape, dtype=x.dtype, device=self.device) if g is None else g for g, x in zeros
+            )
         self.module.part.release()
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,6 +226,18 @@ class _ContiguousGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
         return grads[0].contiguous()
+
+
+@contextmanager
+def _its_errors() -> Iterator[None]:
+    """The engine wraps what a stage raises into an error of its own, which begins with nothing: this raises it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is None:
+            raise
+        error.__cause__.add_note(" ".join(str(error).split()))
+        raise error.__cause__ from None
 
 
 class _without_its_log:

@@ -114,13 +114,14 @@ class Checks:
             for name in (self.known if table == "compute" else self.stored)
             for axis in self.axes(table, name)
         }
+        used |= {axis for table in TABLES for axis in self.axes(table, LAYERS)}
         for axis in self.mesh.active:
             if axis not in used:
                 if axis in NOT_BUILT:
                     what, instead = NOT_BUILT[axis]
                     self.add("", f"axis {axis}={self.mesh[axis]}: {what} is not built yet: {instead}")
                     continue
-                near = "" if axis in planned else nearest(axis, planned - set(self.mesh))
+                near = "" if axis in planned else nearest(axis, planned - set(self.mesh.whole))
                 self.add(
                     "",
                     f"axis {axis}={self.mesh[axis]} shards nothing{near}: "

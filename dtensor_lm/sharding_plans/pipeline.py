@@ -44,7 +44,6 @@ class Boundary:
     layout: Layout
     sent: bool  # False where both stages are on one rank
     count: int  # a step
-    grad: bool
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,6 @@ class Pipeline:
                 if b.sent and b.stage == stage:
                     where = f"stage {stage} -> {stage + 1}: {b.tensor}"
                     yield Collective("send", axes, dtype, size, b.count, "forward", where)
-                if b.sent and b.stage == stage - 1 and b.grad:
+                if b.sent and b.stage == stage - 1:
                     where = f"stage {stage} -> {stage - 1}: gradient of {b.tensor}"
                     yield Collective("send", axes, dtype, size, b.count, "backward", where)

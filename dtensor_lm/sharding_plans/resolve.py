@@ -18,6 +18,7 @@ from dtensor_lm.mesh import Mesh
 from dtensor_lm.region import TensorSpec
 from dtensor_lm.schedules.table import Schedule
 from dtensor_lm.sharding_plans.checks import LAYERS, Checks
+from dtensor_lm.sharding_plans.halves import faults_of_halves
 from dtensor_lm.sharding_plans.parts import complete
 from dtensor_lm.sharding_plans.pipeline import Pipeline
 from dtensor_lm.sharding_plans.plan import Plan
@@ -154,7 +155,6 @@ class _Resolver:
         dtype = next(iter(parameters.values())).storage.dtype
         root = self.trace.calls[0]
         region = self.trace.region("")
-        inputs = {n: self._layout("", region.inputs[n].inner, v) for n, v in root.inputs.items()}
         assert root.outputs[0] is not None
         output = self._layout("", region.outputs[0].inner, root.outputs[0])
         sizes: dict[str, int] = {}
@@ -162,7 +162,7 @@ class _Resolver:
             sizes = {**found, **sizes}
         program = Program(
             self.mesh.whole, self.plan, self.batch, self.seq, self.micro, dtype, parameters, regions, gathers, sizes,
-            inputs, output, self.model, pipeline,
+            self._inputs(), output, self.model, pipeline,
         )  # fmt: skip
         return complete(program)
 
@@ -184,7 +184,15 @@ class _Resolver:
             add("", f"schedule {schedule.name} splits backward in two halves, and gradients are reduced after the last "
                     f"of them, so {', '.join(cut)} cannot cut them before: in the plan's table gradients give names "
                     "the axes that they have in compute (in most plans embed -> ())")  # fmt: skip
+        if made is not None and made.splits and not self.checks.faults:
+            for fault in faults_of_halves(self.model, made, self._inputs()):
+                add("", fault)
         return made
+
+    def _inputs(self) -> dict[str, Layout]:
+        """Integer inputs of the model, of a micro-batch."""
+        root, region = self.trace.calls[0], self.trace.region("")
+        return {n: self._layout("", region.inputs[n].inner, v) for n, v in root.inputs.items()}
 
     def _layout(self, path: str, spec: TensorSpec, value: Value, table: str = "compute") -> Layout:
         """Layout of a tensor inside a region."""

@@ -124,7 +124,7 @@ def _pipeline(pipe: Pipeline) -> list[str]:
     lines += _table(rows)
     borders: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for b in pipe.boundaries:
-        size = f"{b.count} x {bytes_text(b.layout.local_bytes())}" + (" and as much back" if b.grad else "")
+        size = f"{b.count} x {bytes_text(b.layout.local_bytes())} and as much back"
         borders[b.tensor, str(b.layout), size, "" if b.sent else "on one rank: not sent"].append(b.stage)
     lines += _table(
         (f"stage {stages[0]} -> {stages[0] + 1}{_times(len(stages))}", *row) for row, stages in borders.items()
@@ -228,7 +228,6 @@ def _pipeline_data(pipe: Pipeline) -> dict[str, object]:
                 "bytes": b.layout.local_bytes(),
                 "crossings": b.count,
                 "sent": b.sent,
-                "gradient": b.grad,
             }
             for b in pipe.boundaries
         ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from dtensor_lm.chain import Chain, balance, layer_starts
 from dtensor_lm.errors import ScheduleError
@@ -99,7 +99,7 @@ def _misfits(table: Schedule, options: PipelineOptions, ranks: int, micro: int) 
         faults.append(f"its table has {table.micro_batches} micro-batches, a run of the schedule {micro}: "
                       f"use {table.micro_batches * options.accumulate} micro-batches")  # fmt: skip
     if options.virtual_stages is not None and table.virtual_stages != options.virtual_stages:
-        faults.append(f"its table has {table.virtual_stages} stages per rank, not {options.virtual_stages}")
+        faults.append(f"stages per rank are {table.virtual_stages} in its table, not {options.virtual_stages}")
     if not table.training:
         faults.append("its table has no backward: it is an evaluation")
     return faults
@@ -137,10 +137,10 @@ def make_pipeline(
     boundaries = tuple(
         Boundary(
             stage.index - 1, name, links[stage.first].takes[name],
-            schedule.placement[stage.index] != schedule.placement[stage.index - 1], micro, value.grad,
+            schedule.placement[stage.index] != schedule.placement[stage.index - 1], micro,
         )
         for stage in stages[1:]
-        for name, value in chain.links[stage.first].takes.items()
+        for name in links[stage.first].takes
     )  # fmt: skip
     tables = evaluation(schedule.placement, schedule.micro_batches)
     homes = _homes(record, stages)
@@ -165,13 +165,10 @@ def _bounds(chain: Chain, parts: int, split: Sequence[int] | None, add: Add) -> 
         for i, (start, end) in enumerate(zip(starts, ends, strict=True))
     ]
     counts = list(split) if split is not None else balance(costs, allowed, parts)
-    places = [0]
-    for count in counts or [1] * parts:
-        places.append(places[-1] + count)
+    places = [0, *accumulate(counts or [])]
     bad = [starts[p] for p in places[1:-1] if not allowed[p]]
     if counts is None or bad:
-        where = bad or [start for start in starts[1:] if start in chain.barred]
-        for start in where[:3]:
+        for start in bad or [start for start in starts[1:] if start in chain.barred]:
             add("", f"no stage can begin with {chain.links[start].unit}: {chain.barred[start]}: hand everything that "
                     "later layers need from layer to layer")  # fmt: skip
         return None
