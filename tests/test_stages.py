@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dtensor_lm as dl
 from dtensor_lm import schedules
@@ -223,6 +224,20 @@ class Gated(nn.Module):
         return x * self.w + gate + ids.unsqueeze(-1) * 0.1, gate * 1.5
 
 
+class Added(nn.Module):
+    """Adds two parameters, whose gradients autograd makes one tensor; with `alone` it gives one of them away."""
+
+    region = dl.Region({"x": "batch seq embed"}, ("batch seq embed", "embed"), {"w": "embed", "b": "embed"},
+                       cuts="batch seq embed")  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = (nn.Parameter(torch.empty(8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + (self.w + self.b), self.w * 2
+
+
 class Table(nn.Module):
     region = dl.Region({"ids": "int batch seq"}, "batch seq embed", {"weight": "vocab embed"}, cuts="batch seq embed")
 
@@ -255,7 +270,8 @@ class Model(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed, self.loss = Table(), Loss()
-        self.layers = nn.ModuleList((Gated if kind == "tuples" else Layer)() for _ in range(4))
+        kinds = {"tuples": Gated, "added": Added, "alone": Added}
+        self.layers = nn.ModuleList(kinds.get(kind, Layer)() for _ in range(4))
         self.scale, self.last = (nn.Parameter(torch.empty(8)) for _ in range(2))
         for p in self.parameters():
             nn.init.normal_(p, 0.5, 0.1)
@@ -267,6 +283,17 @@ class Model(nn.Module):
         for i, layer in enumerate(self.layers):
             if self.kind == "tuples":
                 x, gate = layer(x, gate, tokens)
+            elif self.kind in ("added", "alone"):
+                x, other = layer(x)
+                x = x * other if self.kind == "alone" else x
+            elif self.kind == "computed again":
+                x = checkpoint(layer, x, use_reentrant=False) * 1.5
+            elif self.kind == "in place":
+                x = layer(x)
+                x.mul_(0.5)
+                x += 1
+            elif self.kind == "cut off":
+                x = layer(x).detach() if i == 1 else layer(x)
             elif self.kind == "residual":
                 x = x + layer(x)
             elif self.kind == "skip":
@@ -302,9 +329,15 @@ def _run(kind: str, mesh: dl.Mesh, schedule: str, virtual: int) -> Report:
     return compare(made, steps=2, batches=[batch_of(made, "some", i) for i in range(2)])
 
 
-@pytest.mark.parametrize("kind", ["scaled", "tuples"])
-@pytest.mark.parametrize("mesh, schedule, virtual", [(dl.Mesh(pp=2), "zb-v", 2), (dl.Mesh(pp=4), "1f1b", 1),
-                                                     (dl.Mesh(pp=2, fsdp=2), "interleaved-1f1b", 2)])  # fmt: skip
+STAGES = [
+    *(pytest.param(kind, dl.Mesh(pp=2), "zb-v", 2) for kind in ("added", "computed again", "in place")),
+    *(pytest.param(kind, dl.Mesh(pp=2, fsdp=2), "interleaved-1f1b", 2) for kind in ("scaled", "tuples", "in place")),
+    *(pytest.param(kind, dl.Mesh(pp=4), "1f1b", 1) for kind in ("scaled", "tuples", "computed again", "cut off")),
+    pytest.param("alone", dl.Mesh(pp=2), "1f1b", 1),
+]
+
+
+@pytest.mark.parametrize("kind, mesh, schedule, virtual", STAGES)
 def test_such_models_equal_one_device(kind: str, mesh: dl.Mesh, schedule: str, virtual: int) -> None:
     for report in pool(mesh.size).run(_run, kind, mesh, schedule, virtual, timeout=60):
         assert report.ok, report
@@ -328,6 +361,26 @@ def test_what_passes_by_a_stage_is_refused(kind: str, split: list[int], fault: s
     assert said.endswith(REPAIR) and said.startswith("no stage can begin with layers."), said
     if kind != "residual":
         assert said == fault + REPAIR, said
+
+
+HALVES = [
+    ("scaled", "zb-h1", "scale (stage 1) is used more than once in a stage"),
+    ("alone", "zb-h1", "layers.2.w (stage 1), layers.3.w (stage 1) is used more than once in a stage"),
+    ("cut off", "zb-h1", ""),
+    ("tuples", "zb-v", ""),
+]
+
+
+@pytest.mark.parametrize("kind, schedule, fault", HALVES)
+def test_a_backward_that_cannot_be_split(kind: str, schedule: str, fault: str) -> None:
+    """Torch would lose gradients, double them, or fail in the middle."""
+    if not fault:
+        resolved(build(kind), dl.Mesh(pp=2), schedule=schedule)
+        return
+    assert faults(build(kind), dl.Mesh(pp=2), schedule=schedule, split=[2, 2]) == [
+        f"schedule {schedule} splits backward in two halves, and the second, of parameters, cannot be computed: "
+        f"{fault}: use a schedule that does not split, such as 1f1b or interleaved-1f1b"
+    ]
 
 
 def test_a_cut_is_made_where_it_can_be() -> None:

@@ -31,7 +31,7 @@ from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _Pip
 
 from dtensor_lm.layout import Layout
 from dtensor_lm.ops.dropout import Moment
-from dtensor_lm.partition import Partitioned
+from dtensor_lm.partition import Given, Partitioned
 from dtensor_lm.process_groups import group
 from dtensor_lm.schedules.table import Schedule
 from dtensor_lm.sharding_plans.parts import stage_program
@@ -156,6 +156,7 @@ class _StageModule(nn.Module):
         super().__init__()
         self.part = part
         self.given: _Pass | None = None
+        self.kept: dict[int, Given | None] = {}  # micro-batch -> what its forward was given
         edges = (e for region in part.program.regions.values() for e in region.parameters.values())
         self.names = list(dict.fromkeys(e.parameter for e in edges))
         assert part.span is not None
@@ -170,6 +171,7 @@ class _StageModule(nn.Module):
 
     def end(self) -> None:
         self.given = None
+        self.kept.clear()
         self.part.release()
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
@@ -184,6 +186,7 @@ class _StageModule(nn.Module):
         with torch.set_grad_enabled(self.part.training):
             taken = [_ContiguousGradient.apply(x) for x in received]
             out = self.part(given.leaves, given.values, moment, taken, **given.batch[i])
+            self.kept[i] = self.part.given
             if self.last:
                 given.losses.append(out.detach())
                 return out.reshape(1)
@@ -204,6 +207,7 @@ class _Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.module.part.given = self.module.kept[bwd_chunk_id]
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if grads := self.bwd_cache.get(bwd_chunk_id):
             # Of what a stage takes and no gradient reaches; the stage before waits for one.
@@ -213,8 +217,9 @@ class _Stage(PipelineStage):
             )
         self.module.part.release()
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        super().backward_weight_one_chunk(*args, **kwargs)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.module.part.given = self.module.kept[bwd_chunk_id]
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.module.part.release()
 
 
