@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from dtensor_lm import processes
+
 # The same cases in every run; `--hypothesis-profile=deep` draws ten times as many, new ones each time.
 settings.register_profile("project", derandomize=True, database=None, print_blob=True)
 settings.register_profile("deep", max_examples=1000, derandomize=False, print_blob=True)
@@ -20,6 +22,9 @@ settings.load_profile("project")
 
 # Tensors of tests are tiny, and workers are busy beside this process: threads that spin would cost more than all else.
 torch.set_num_threads(1)
+
+# A worker's first DTensor loads this module, a second of processor time in every worker: the fork server does it once.
+processes.PRELOADED = (*processes.PRELOADED, "torch._dynamo")
 
 Reports = Mapping[str, Sequence[pytest.TestReport]]  # by outcome: passed, failed, error, skipped
 Section = tuple[str, list[str]] | None

@@ -1,7 +1,9 @@
 """The examples of the documentation run, and show what they show.
 
 Every ```python block of README.md, CONTRIBUTING.md and docs/*.md runs alone, in a process and a folder of its
-own. Of a ```console block the commands `$ dtensor-lm ...` run. Comments directly before a block say more:
+own. Of a ```console block the commands `$ dtensor-lm ...` run. The first block of each kind in README.md is run by a
+shell; the others by processes that are forked from one with torch, as starting Python would take most of their time.
+Comments directly before a block say more:
 
     <!-- exit 2 -->         its last command ends with this code; 0 otherwise
     <!-- output -->         what stands after the command is its output; before a ```text block: this is the
@@ -17,15 +19,17 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from example_process import COMMAND, run_forked
 
 ROOT = Path(__file__).parent.parent
 WALL_SECONDS = 300  # of one block
@@ -42,6 +46,7 @@ class Block:
     language: str
     text: str
     notes: dict[str, str]
+    by_shell: bool = False  # an interpreter of its own, and the command that is installed
 
     def __str__(self) -> str:
         return f"{self.document}:{self.line}"
@@ -101,12 +106,12 @@ def matches(expected: str, real: str, exact: bool) -> bool:
     return re.fullmatch(wanted, "".join(f"{line}\n" for line in plain(real))) is not None
 
 
-def run(command: str | list[str], folder: Path, seconds: float) -> tuple[int, str, str]:
+def run(command: str, folder: Path, seconds: float) -> tuple[int, str, str]:
     """Exit code, stdout and stderr; at the limit everything that the command started is killed."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     environment.setdefault("OMP_NUM_THREADS", "1")  # more of them wait for each other where other tests run too
     process = subprocess.Popen(
-        command, shell=isinstance(command, str), cwd=folder, env=environment, text=True,
+        command, shell=True, cwd=folder, env=environment, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
@@ -126,14 +131,18 @@ def check(block: Block, following: Block | None, files: dict[str, str], folder: 
     if block.language == "python":
         (folder / "example.py").write_text(block.text)
         shown = following if following and following.language == "text" and shows(following) else None
-        todo: list[tuple[str | list[str], str]] = [([sys.executable, "example.py"], shown.text if shown else "")]
+        todo = [(f"{shlex.quote(sys.executable)} example.py", shown.text if shown else "")]
         note = shows(shown) if shown else None
     else:
-        todo = [(c, text) for c, text in commands(block) if c.startswith("dtensor-lm")]
+        todo = [(c, text) for c, text in commands(block) if c.startswith(COMMAND)]
         note = shows(block)
     end = time.monotonic() + WALL_SECONDS
     for place, (command, expected) in enumerate(todo, 1):
-        code, out, err = run(command, folder, end - time.monotonic())
+        if block.by_shell:
+            code, out, err = run(command, folder, end - time.monotonic())
+        else:
+            words = ["example.py"] if block.language == "python" else shlex.split(command)
+            code, out, err = run_forked(words, folder, end - time.monotonic())
         report = f"{block}: {command}\nexit {code}\n{out}\n{err}"
         assert code == (wanted if place == len(todo) else 0), report
         real = out + (err if code else "")  # libraries may warn on stderr
@@ -151,9 +160,12 @@ def examples() -> list[Any]:
     for path in documents():
         every = blocks(str(path.relative_to(ROOT)), path.read_text())
         files = {block.notes["file"]: block.text for block in every if "file" in block.notes}
+        kinds = {"python", "console"}
         for block, following in itertools.zip_longest(every, every[1:]):
             if block.language in ("python", "console") and not block.notes.keys() & {"not run", "file"}:
-                found.append(pytest.param(block, following, files, id=str(block)))
+                by_shell = path.name == "README.md" and block.language in kinds
+                kinds -= {block.language}
+                found.append(pytest.param(replace(block, by_shell=by_shell), following, files, id=str(block)))
     return found
 
 

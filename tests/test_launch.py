@@ -32,7 +32,7 @@ def work(how: str):
     import torch, torch.distributed as dist
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    if how.startswith("ignore"):
+    if how.startswith("ignore") or how == "one-ignores-sleep" and rank == 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.write(1, f"worker {os.getpid()} {os.environ['MASTER_PORT']} {torch.get_num_threads()}\\n".encode())
     if rank == 1:
@@ -51,11 +51,17 @@ def work(how: str):
     return 10 + int(value.item()) if how == "number" else None
 
 if __name__ == "__main__":
-    try:
-        code = launch(work, sys.argv[1], int(sys.argv[2]), mesh_text="fsdp=3", json="--json" in sys.argv)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        code = 2
+    for how in sys.argv[1].split(","):
+        began = time.monotonic()
+        try:
+            code = launch(work, how, int(sys.argv[2]), mesh_text="fsdp=3", json=how == "raise")
+        except UserError as error:
+            print(error, file=sys.stderr)
+            code = 2
+        seconds = time.monotonic() - began
+        if "," in sys.argv[1]:
+            for file in sys.stdout, sys.stderr:
+                print(f"== {how} {code} {seconds}", file=file, flush=True)
     sys.exit(code)
 """
 
@@ -63,13 +69,13 @@ if __name__ == "__main__":
 class Run:
     """A launcher in a process of its own."""
 
-    def __init__(self, folder: Path, how: str, world: int, *options: str, **variables: str) -> None:
+    def __init__(self, folder: Path, how: str, world: int) -> None:
         script = folder / "script.py"
         script.write_text(_SCRIPT)
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "SLURM_"))}
         self.launcher = subprocess.Popen(
-            [sys.executable, str(script), how, str(world), *options],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**clean, **variables},
+            [sys.executable, str(script), how, str(world)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean,
         )  # fmt: skip
         self.workers: list[int] = []
         self.port = 0
@@ -120,41 +126,63 @@ def test_rank_0_gives_the_exit_code_and_the_cores_are_shared(tmp_path: Path) -> 
     assert {int(line.split()[3]) for line in lines} == {threads}
 
 
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a launch ended: exit code, seconds, lines of stdout, stderr."""
+
+    code: int
+    seconds: float
+    lines: list[str]
+    err: str
+
+
+FAILURES = ("raise", "user", "kill", "exit", "ignore-sleep-raise")
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    """Of every failure, one launch after another in one process, which loads torch once."""
+    _, lines, err = Run(tmp_path_factory.mktemp("failures"), ",".join(FAILURES), 3).end(80)
+    found = {}
+    for how in FAILURES:
+        out = lines[: (place := next(i for i, line in enumerate(lines) if line.startswith(f"== {how} ")))]
+        _, _, code, seconds = lines[place].split()
+        said, _, err = err.partition(f"{lines[place]}\n")
+        lines = lines[place + 1 :]
+        found[how] = End(int(code), float(seconds), out, said)
+    return found
+
+
 @pytest.mark.case("LIFE-01")
-def test_the_traceback_of_the_failed_rank_is_the_first_and_last_thing_shown(tmp_path: Path) -> None:
-    began = time.monotonic()
-    code, lines, err = Run(tmp_path, "raise", 3, "--json").end(60)
-    assert time.monotonic() - began < 15
-    assert code == 1
-    shown = err.splitlines()
+def test_the_traceback_of_the_failed_rank_is_the_first_and_last_thing_shown(ends: dict[str, End]) -> None:
+    end = ends["raise"]
+    assert end.seconds < 15 and end.code == 1
+    shown = end.err.splitlines()
     assert shown[0] == "rank 1 of 3 failed: RuntimeError: loader broke"
     assert shown[1] == "Traceback (most recent call last):"
     assert "in work" in shown[2]
     assert shown[-1] == "RuntimeError: loader broke"
-    error = json.loads(lines[-1])["error"]
+    error = json.loads(end.lines[-1])["error"]
     assert (error["rank"], error["world"], error["message"]) == (1, 3, "RuntimeError: loader broke")
 
 
-def test_a_user_error_is_shown_once_without_a_traceback(tmp_path: Path) -> None:
-    code, _, err = Run(tmp_path, "user", 3).end(60)
-    assert (code, err) == (2, "bad options\n  - this\n  - that\n")
+def test_a_user_error_is_shown_once_without_a_traceback(ends: dict[str, End]) -> None:
+    assert (ends["user"].code, ends["user"].err) == (2, "bad options\n  - this\n  - that\n")
 
 
 @pytest.mark.case("LIFE-02")
 @pytest.mark.parametrize(("how", "end"), [("kill", "killed by SIGKILL"), ("exit", "exit code 7")])
-def test_a_worker_that_dies_is_named(how: str, end: str, tmp_path: Path) -> None:
-    code, _, err = Run(tmp_path, how, 3).end(60)
-    assert (code, err) == (1, f"rank 1 of 3 failed: the process died ({end})\n")
+def test_a_worker_that_dies_is_named(how: str, end: str, ends: dict[str, End]) -> None:
+    assert (ends[how].code, ends[how].err) == (1, f"rank 1 of 3 failed: the process died ({end})\n")
 
 
 @pytest.mark.case("LIFE-01")
-def test_workers_that_ignore_sigterm_do_not_outlive_a_failure(tmp_path: Path) -> None:
-    run = Run(tmp_path, "ignore-sleep-raise", 3).wait_for_workers(3)
-    began = time.monotonic()
-    code, _, err = run.end(60)
-    assert time.monotonic() - began < 15
-    assert code == 1 and err.startswith("rank 1 of 3 failed: RuntimeError: loader broke\n")
-    assert run.left_after(1) == []
+def test_workers_that_ignore_sigterm_do_not_outlive_a_failure(ends: dict[str, End]) -> None:
+    end = ends["ignore-sleep-raise"]
+    assert end.seconds < 20 and end.code == 1
+    assert end.err.startswith("rank 1 of 3 failed: RuntimeError: loader broke\n")
+    workers = [int(line.split()[1]) for line in end.lines]
+    assert len(workers) == 3 and not any(map(alive, workers))
 
 
 # torch 2.11 gives workers that ignore SIGTERM 30 s of its own.
@@ -168,8 +196,7 @@ _GRACE_CAN_BE_SET = any(f.name == "shutdown_timeout" for f in dataclasses.fields
         ("sleep", signal.SIGTERM, 143, 5),
         ("sleep", signal.SIGINT, 130, 5),
         ("ignore-sleep", signal.SIGTERM, 143, 15 if _GRACE_CAN_BE_SET else 45),
-        ("sleep", signal.SIGKILL, -9, 5),
-        ("ignore-sleep", signal.SIGKILL, -9, 5),
+        ("one-ignores-sleep", signal.SIGKILL, -9, 5),
     ],
 )
 def test_no_worker_and_no_port_is_left_after_the_launcher(

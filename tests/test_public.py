@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from example_process import run_forked
 
 import dtensor_lm
 
@@ -16,10 +16,11 @@ def test_every_public_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["", "import dtensor_lm.partition", "import dtensor_lm; dtensor_lm.train_step"])
-def test_partition_is_the_function_whatever_was_imported_before(first: str) -> None:
+def test_partition_is_the_function_whatever_was_imported_before(first: str, tmp_path: Path) -> None:
     code = f"{first}\nfrom dtensor_lm import Mesh, Plan, plans, resolve, partition\nprint(partition.__class__.__name__)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ran.stdout == "function\n", ran.stderr
+    (tmp_path / "example.py").write_text(code)
+    ended, out, err = run_forked(["example.py"], tmp_path, 60)
+    assert (ended, out) == (0, "function\n"), err
 
 
 def test_an_unknown_name() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from dtensor_lm import commands
 from dtensor_lm.cli import main
@@ -35,11 +36,24 @@ def here(folder: str, *options: str) -> tuple[int, str, str]:
         return main([*options]), out.getvalue(), err.getvalue()
 
 
-def train(folder: Path, name: str, *options: str) -> list[dict[str, float]]:
-    ran = command(
-        "train", *SMALL, "--dtype", "float64", "--run-dir", name, "--sample.tokens", "5", *options, cwd=folder
-    )
-    assert ran.returncode == 0, ran.stderr
+def as_ranks(folder: str, *options: str) -> tuple[int, str, str]:
+    """The same on each rank of a group, as under torchrun: without the time that a launcher takes."""
+    variables = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "localhost",
+                 "MASTER_PORT": "1"}  # fmt: skip
+    with mock.patch.dict(os.environ, variables):
+        return here(folder, *options)
+
+
+def train(folder: Path, name: str, *options: str, ranks: int | None = None) -> list[dict[str, float]]:
+    """Of a run on so many ranks, or as a command of its own."""
+    words = ["train", *SMALL, "--dtype", "float64", "--run-dir", name, "--sample.tokens", "5",
+             "--evaluation.every", "2", *options]  # fmt: skip
+    if ranks is None:
+        ran = command(*words, cwd=folder)
+        assert ran.returncode == 0, ran.stderr
+    else:
+        for code, _, err in pool(ranks).run(as_ranks, str(folder), *words):
+            assert code == 0, err
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -50,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> list[dict[str, float]]:
-    return train(folder, "one", "--evaluation.every", "2")
+    return train(folder, "one", ranks=1)
 
 
 def test_a_run_folder(folder: Path, one: list[dict[str, float]]) -> None:
@@ -66,12 +80,13 @@ def test_a_run_folder(folder: Path, one: list[dict[str, float]]) -> None:
 
 @pytest.mark.case("LOG-01")
 @pytest.mark.parametrize(
-    "options", [["--mesh", "fsdp=2,tp=2"], ["--mesh", "dp=2", "--zero", "1", "--micro-batches", "4"]]
+    ("ranks", "options"),
+    [(4, ["--mesh", "fsdp=2,tp=2"]), (None, ["--mesh", "dp=2", "--zero", "1", "--micro-batches", "4"])],
 )
 def test_losses_of_a_mesh_are_those_of_one_process(
-    folder: Path, one: list[dict[str, float]], options: list[str]
+    folder: Path, one: list[dict[str, float]], ranks: int | None, options: list[str]
 ) -> None:
-    found = train(folder, "mesh" + "-".join(options), "--evaluation.every", "2", *options)
+    found = train(folder, "mesh" + "-".join(options), *options, ranks=ranks)
     for ours, expected in zip(found, one, strict=True):
         for key in ("loss", "grad_norm", "val_loss"):
             if key in expected:
@@ -140,11 +155,17 @@ def test_bad_input_is_one_message(
     assert "Traceback" not in err and not out
 
 
-def test_a_process_ends_with_code_2(folder: Path) -> None:
-    ran = command("check", "--mesh", "tp=3,xx=2", "--batch", "5", "--micro-batches", "5", cwd=folder)
-    assert ran.returncode == 2 and not ran.stdout
+def test_all_faults_at_once_and_code_2(folder: Path) -> None:
+    options = ["check", "--mesh", "tp=3,xx=2", "--batch", "5", "--micro-batches", "5"]
+    code, out, err = pool(1).run(here, str(folder), *options)[0]
+    assert code == 2 and not out
     for text in ("axis xx=2 shards nothing", "heads", "vocab", "a sequence of 64"):
-        assert text in ran.stderr
+        assert text in err
+
+
+def test_a_process_ends_with_code_2(folder: Path) -> None:
+    ran = command("train", "--stepz", "3", cwd=folder)
+    assert ran.returncode == 2 and not ran.stdout and "did you mean --steps?" in ran.stderr
 
 
 @pytest.mark.quick
