@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -10,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from dtensor_lm import models
 from dtensor_lm.cli import main
 from dtensor_lm.models.llama import Llama, LlamaConfig, RopeScaling
 from dtensor_lm.models.narrow import narrow, sizes
+from dtensor_lm.testing.workers import pool
 
 quick = pytest.mark.quick
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
@@ -38,9 +42,24 @@ def check(capsys: Capture, *options: str) -> tuple[int, str, str]:
 # Models by name
 
 
+def half_of_the_models() -> dict[str, tuple[int, str]]:
+    """On one of two workers: exit code and output by name."""
+    found = {}
+    for name in [*models.SHAPES][dist.get_rank() :: 2]:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            found[name] = main(["check", "--regions", "--model", name, "--json"]), out.getvalue()
+    return found
+
+
+@pytest.fixture(scope="module")
+def checked() -> dict[str, tuple[int, str]]:
+    one, other = pool(2).run(half_of_the_models, timeout=110)
+    return one | other
+
+
 @pytest.mark.parametrize("name", models.SHAPES)
-def test_every_model_is_lawful(name: str, capsys: Capture) -> None:
-    code, out, _ = check(capsys, "--model", name, "--json")
+def test_every_model_is_lawful(name: str, checked: dict[str, tuple[int, str]]) -> None:
+    code, out = checked[name]
     said = json.loads(out)
     assert code == 0 and said["ok"] and said["violations"] == [] and said["unchecked"] == []
     assert said["parameters"] < 1_000_000 and said["seconds"] < 100
@@ -69,7 +88,6 @@ def test_what_a_person_reads(capsys: Capture) -> None:
     assert lines[-1] == "  hint: embed: embed is lawful too: it may be added to cuts"
 
 
-@quick
 def test_options_of_the_shape_are_those_of_the_narrow_model(capsys: Capture) -> None:
     _, out, _ = check(capsys, "--model", "tiny", "--tied", "true", "--z-loss", "0.1", "--layers", "1", "--json")
     tied = json.loads(out)
@@ -128,7 +146,6 @@ class GatedLlama(Llama):
         assert c.gates == 5 and c.gated and c.heads == 3 * c.kv_heads
 
 
-@quick
 def test_any_dataclass_of_a_family(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setitem(models.FAMILIES, Gated, GatedLlama)
     monkeypatch.setitem(models.SHAPES, "gated", Gated(99_999, 999, 99, 9, 3, 999, gated=True))  # type: ignore[arg-type]

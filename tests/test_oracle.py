@@ -13,7 +13,6 @@ from dtensor_lm.state import wrap
 from dtensor_lm.testing.equivalence import gathered, parts
 from dtensor_lm.testing.workers import pool
 
-pytestmark = pytest.mark.quick
 FILE = Path(__file__).parent / "data" / "tiny_llama_megatron.npz"
 NAMES = {
     "embed": "embed.weight",
@@ -60,7 +59,7 @@ def errors(mesh_text: str) -> tuple[float, float, float]:
     return loss_error, grad_error, max(float((final[n] - w).abs().max()) for n, w in weights("final").items())
 
 
-@pytest.mark.parametrize("mesh", ["", "tp=2", "fsdp=2", "fsdp=2,tp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("", marks=pytest.mark.quick), "tp=2", "fsdp=2", "fsdp=2,tp=2"])
 def test_megatron(mesh: str) -> None:
     for loss_error, grad_error, weight_error in pool(dl.Mesh.parse(mesh).size).run(errors, mesh):
         assert loss_error < 2e-6

@@ -25,7 +25,7 @@ ERRORS = ("loss_error", "grad_norm_error", "max_grad_error", "max_param_error")
 
 
 def run(dtype: str, model: str, mesh: str, micro: int, layers: int, sp: bool, **changes: Any) -> Report:
-    built = dl.models.build(model, layers=layers, **changes)
+    built = dl.models.build(model, layers=layers, vocab=64, embed=32, ffn=64, **changes)
     plan = dl.plans.standard(sequence_parallel=sp)
     return compare(
         dl.resolve(built, plan, dl.Mesh.parse(mesh), batch=16, seq=32, micro_batches=micro, dtype=dtype), steps=2
@@ -37,8 +37,11 @@ def run_with(fault: str, *settings: Any) -> Report:
         return run(*settings)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("settings", RUNS, ids=lambda run: f"{run[0]}-{run[1]}")
+@pytest.mark.parametrize(
+    "settings, dtype",
+    [pytest.param(r, d, id=f"{r[0]}-{r[1]}-{d}") for r in RUNS for d in ("bfloat16", "float32")
+     if d == "bfloat16" or r in RUNS[1:3]],
+)  # fmt: skip
 def test_as_near_to_float64_as_promised(settings: tuple[Any, ...], dtype: str) -> None:
     for report in pool(dl.Mesh.parse(settings[1]).size).run(run, dtype, *settings):
         assert report.ok, report
@@ -49,15 +52,16 @@ def test_as_near_to_float64_as_promised(settings: tuple[Any, ...], dtype: str) -
         assert report.bounds["max_grad_error"] < 50 * precision.ROUNDOFF[dtype] * math.sqrt(3 * 12), report
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "fault, settings, seen",
+    "fault, settings, seen, dtype",
     [
-        ("edge S>R all_gather slice", RUNS[0], "max_grad_error"),
-        ("edge I>R nothing nothing", RUNS[1], "max_grad_error"),
-        ("no reduction of gradients", RUNS[3], "max_grad_error"),
-        ("copies counted in the norm", RUNS[0], "grad_norm_error"),
-        ("a scaled gradient", RUNS[0], "max_grad_error"),
+        ("edge S>R all_gather slice", RUNS[0], "max_grad_error", "bfloat16"),
+        ("edge I>R nothing nothing", RUNS[1], "max_grad_error", "bfloat16"),
+        ("no reduction of gradients", RUNS[3], "max_grad_error", "bfloat16"),
+        ("no reduction of gradients", RUNS[3], "max_grad_error", "float32"),
+        ("copies counted in the norm", RUNS[0], "grad_norm_error", "bfloat16"),
+        ("copies counted in the norm", RUNS[0], "grad_norm_error", "float32"),
+        ("a scaled gradient", RUNS[0], "max_grad_error", "bfloat16"),
     ],
 )
 def test_a_fault_breaks_the_promise_by_a_factor(fault: str, settings: tuple[Any, ...], seen: str, dtype: str) -> None:

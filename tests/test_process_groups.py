@@ -12,8 +12,6 @@ from dtensor_lm.errors import MeshError
 from dtensor_lm.mesh import Mesh
 from dtensor_lm.testing.workers import pool
 
-pytestmark = pytest.mark.quick
-
 
 def meshes() -> list[Mesh]:
     """300 different meshes of four ranks."""
@@ -91,6 +89,7 @@ def ranks_of_groups() -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.quick
 def test_members_of_groups() -> None:
     """Torch numbers the members of a group upwards: the place in a group is the place in the tuple of axes
     only where the tuple has the order of the mesh. Groups over other tuples serve all-reduces, which do not
@@ -112,6 +111,7 @@ def too_small() -> str:
     return ""
 
 
+@pytest.mark.quick
 @pytest.mark.case("UX-02")
 def test_a_mesh_that_does_not_fit_the_world() -> None:
     text = (
@@ -125,10 +125,12 @@ def alone() -> tuple[tuple[str, ...], int]:
     return made.mesh_dim_names, made.size()
 
 
+@pytest.mark.quick
 def test_one_process_has_a_mesh_of_one() -> None:
     assert pool(1).run(alone) == [(("world",), 1)]
 
 
+@pytest.mark.quick
 @pytest.mark.case("UX-02")
 def test_a_group_is_needed_first() -> None:
     with pytest.raises(RuntimeError, match="a process group is needed"):

@@ -58,7 +58,7 @@ PLANS: dict[str, tuple[str, Plan]] = {
 
 def run(name: str, tied: bool) -> Report:
     mesh, plan = PLANS[name]
-    model = dl.models.build("tiny", layers=1, tied=tied, seq=24)
+    model = dl.models.build("tiny", layers=1, tied=tied, seq=24, vocab=64, embed=32, ffn=64)
     ranks = dl.Mesh.parse(mesh).size
     program = dl.resolve(model, plan, dl.Mesh.parse(mesh), batch=2 * ranks, seq=24, micro_batches=2, dtype="float64")
     return compare(program, steps=2)

@@ -42,8 +42,7 @@ def expected() -> Whole:
 
 
 @pytest.mark.case("RNG-01")
-@pytest.mark.quick
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.quick if m == "tp=2" else ()) for m in MESHES])
 def test_initial_values_do_not_depend_on_the_mesh(mesh: str, expected: Whole) -> None:
     for found in MESHES[mesh].everywhere(initial, 0):
         assert found.keys() == expected.keys()
@@ -66,7 +65,6 @@ def test_no_two_shards_or_layers_or_seeds_are_alike(expected: Whole) -> None:
 
 
 @pytest.mark.case("RNG-01")
-@pytest.mark.quick
 def test_initial_values_of_biases_and_scalars() -> None:
     one, two = Run(Mesh(), model=biased), Run(Mesh(dp=2, tp=2), standard(3), biased)
     alone, shards = one.everywhere(initial, 0)[0], two.everywhere(initial, 0)[0]

@@ -21,7 +21,7 @@ from dtensor_lm.partition import _UnitCall
 from dtensor_lm.testing.equivalence import parts
 from dtensor_lm.training.learning_rate import cosine
 
-STEPS = 20
+STEPS = 12
 
 
 def shown(x: Any) -> Any:
@@ -61,7 +61,7 @@ def gpt(**changes: Any) -> nn.Module:
     return dl.models.build("tiny-gpt", **{**sizes, "dropout": 0.5, "attention_dropout": 0.5, **changes})
 
 
-def rates_of_20_steps(run: Run, long: Run) -> list[float]:
+def rates_of_every_step(run: Run, long: Run) -> list[float]:
     """On sequences of two lengths in turn, with an evaluation in between. Asserts that operators are the same."""
     optimizer, rate = dl.adamw(lr=1e-2), cosine(STEPS, 3, 0.1)
     steps = [dl.train_step(r.program(), optimizer, lr_schedule=rate, clip_norm=1.0, device="cpu") for r in (run, long)]
@@ -100,5 +100,5 @@ def rates_of_20_steps(run: Run, long: Run) -> list[float]:
 def test_steps_and_layers_run_the_same_operators(model: Any) -> None:
     sizes = {"batch": 4, "micro_batches": 2, "model": model, "changes": {"layers": 4, "seq": 16}}
     runs = [Run(Mesh(tp=2), seq=seq, **sizes) for seq in (8, 16)]
-    for rates in runs[0].everywhere(rates_of_20_steps, runs[1]):
+    for rates in runs[0].everywhere(rates_of_every_step, runs[1]):
         assert len(set(rates)) > STEPS // 2

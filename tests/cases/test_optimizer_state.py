@@ -40,7 +40,6 @@ def after_100_steps(run: Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.case("NUM-02")
-@pytest.mark.quick
 @pytest.mark.parametrize("plan", [ddp(), zero3()], ids=["ddp", "zero3"])
 def test_a_bf16_weight_at_one_moves_as_in_fp32(plan: Plan) -> None:
     low, full = (Run(Mesh(dp=2), plan, values_model, dtype=dtype, seq=1) for dtype in ("bfloat16", "float32"))
@@ -177,7 +176,6 @@ def trained(run: Run, values: Whole) -> tuple[list[str], list[str], bool]:
 
 
 @pytest.mark.case("NUM-05")
-@pytest.mark.quick
 @pytest.mark.parametrize("run", [LAYOUTS[1], LAYOUTS[2], LAYOUTS[3]], ids=["zero 1", "zero 3", "tp_sp"])
 def test_every_parameter_is_trained(run: Run) -> None:
     for stayed, stayed_again, donated in run.everywhere(trained, values_of(run)):
@@ -219,7 +217,6 @@ def stale_optimizers(run: Run) -> list[str]:
     return said
 
 
-@pytest.mark.quick
 @pytest.mark.case("NUM-05")
 def test_an_optimizer_that_holds_parameters_is_refused() -> None:
     """Made before or after the plan is applied: only values of its options are taken, never tensors."""
