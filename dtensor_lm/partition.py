@@ -12,17 +12,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from dtensor_lm.collectives import BoundEdge, GroupParts
 from dtensor_lm.errors import ModelError
+from dtensor_lm.gathering import Gathered, GatherGroup, Own, Regather
 from dtensor_lm.layout import Layout, block
 from dtensor_lm.mesh import Mesh
 from dtensor_lm.ops.dropout import Moment, Site
 from dtensor_lm.region import bind, signature
-from dtensor_lm.rounds import BoundRound
-from dtensor_lm.sharding_plans.predict import gather_rounds, scatter_rounds
-from dtensor_lm.sharding_plans.program import Gather, Program, RegionPlan
+from dtensor_lm.sharding_plans.program import Program, RegionPlan
 from dtensor_lm.spans import Span
 
 
@@ -65,7 +63,7 @@ class Partitioned(nn.Module):
         rank = dist.get_rank()
         place = program.mesh.coordinate(rank)
         self.shapes = {name: layout.local_shape(place) for name, layout in program.inputs.items()}
-        self.regathered: _Regather | None = None
+        self.regathered: Regather | None = None
         pipe = program.pipeline
         self.halves = pipe is not None and pipe.splits
         self.span: Span | None = None
@@ -76,7 +74,7 @@ class Partitioned(nn.Module):
         watched = dict.fromkeys(link.unit for link in pipe.links) if pipe is not None else {}
         binders = {unit: bind(self.model.get_submodule(unit).forward) for unit in watched}
         groups = {
-            unit: [_GatherGroup(g, program, rank) for g in program.gathers_of(unit)]
+            unit: [GatherGroup(g, program, rank) for g in program.gathers_of(unit)]
             for unit in {plan.unit for plan in program.regions.values()}
         }
         units: dict[str, list[str]] = {}
@@ -224,7 +222,7 @@ class _UnitCall:
     """A unit gathers its parameters, runs, and lets go of them; what backward needs again it gathers again."""
 
     def __init__(
-        self, call: _RegionCall, groups: list[_GatherGroup], names: list[str], owner: Partitioned, root: bool
+        self, call: _RegionCall, groups: list[GatherGroup], names: list[str], owner: Partitioned, root: bool
     ) -> None:
         self.call, self.groups, self.owner, self.root = call, groups, owner, root
         gathered = {n for g in groups for n in g.names}
@@ -237,15 +235,15 @@ class _UnitCall:
         homes = {name: leaves[name] for name in self.plain}
         hooks: Any = nullcontext()
         if self.groups:
-            again = _Regather(self.owner, self.root)
+            again = Regather(self.owner, self.root)
             for g in self.groups:
                 shards = [values[n] for n in g.names]
                 if self.owner.halves and torch.is_grad_enabled():
                     wholes = g.gather(shards)
-                    out = tuple(cast(Tensor, _Own.apply(x, leaves[n], g.dtype))
+                    out = tuple(cast(Tensor, Own.apply(x, leaves[n], g.dtype))
                                 for n, x in zip(g.names, wholes, strict=True))  # fmt: skip
                 else:
-                    out = cast("tuple[Tensor, ...]", _Gathered.apply(g, again, *shards, *[leaves[n] for n in g.names]))
+                    out = cast("tuple[Tensor, ...]", Gathered.apply(g, again, *shards, *[leaves[n] for n in g.names]))
                 homes.update(zip(g.names, out, strict=True))
                 if g.regather and torch.is_grad_enabled():
                     again.register(g, shards, out)
@@ -257,100 +255,3 @@ class _UnitCall:
                 return self.call(*args, **kwargs)
         finally:
             self.owner.homes = outer
-
-
-class _GatherGroup:
-    """The coalesced collectives of one `Gather`, bound to this rank."""
-
-    def __init__(self, g: Gather, program: Program, rank: int) -> None:
-        self.names, self.regather = g.parameters, g.regather
-        members = {n: program.parameters[n] for n in g.parameters}
-        layouts = {n: (p.storage, p.gathered) for n, p in members.items()}
-        self.forward = [BoundRound(r, program.mesh, rank) for r in gather_rounds(layouts, program.dtype)]
-        back = {n: (p.gathered, p.gradients) for n, p in members.items()}
-        self.backward = [BoundRound(r, program.mesh, rank) for r in scatter_rounds(back, program.master_dtype)]
-        self.dtype = getattr(torch, program.master_dtype)
-
-    def gather(self, shards: list[Tensor]) -> list[Tensor]:
-        have = dict(zip(self.names, shards, strict=True))
-        for r in self.forward:
-            have.update(r.gather(have))
-        return [have[n] for n in self.names]
-
-    def scatter(self, grads: list[Tensor]) -> list[Tensor]:
-        have = {n: g.to(self.dtype) for n, g in zip(self.names, grads, strict=True)}
-        for r in self.backward:
-            have.update(r.scatter(have))
-        return [have[n] for n in self.names]
-
-
-class _Gathered(torch.autograd.Function):
-    """Shards -> what regions use. The gradient goes to the leaves, which lie in the gradients' layout."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, g: _GatherGroup, again: _Regather, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.again = g, again  # type: ignore[attr-defined]
-        ctx.set_materialize_grads(True)
-        shards = tensors[: len(g.names)]
-        return tuple(t.view_as(t) for t in g.gather(list(shards)))
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        g, again = ctx.group, ctx.again  # type: ignore[attr-defined]
-        again.release()
-        return (None, None, *[None] * len(g.names), *g.scatter(list(grads)))
-
-
-class _Own(torch.autograd.Function):
-    """One gathered parameter. A backward in two halves needs a node for each: with one for a whole unit, its second
-    half would go through all of the unit again. Here gradients stay as they are until the step reduces them."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, gathered: Tensor, leaf: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype  # type: ignore[attr-defined]
-        return gathered.view_as(gathered)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grads[0].to(ctx.dtype), None  # type: ignore[attr-defined]
-
-
-class _Regather:
-    """One call of a unit: saved tensors that live in gathered storage are kept as (shard, view) and gathered again."""
-
-    def __init__(self, owner: Partitioned, root: bool) -> None:
-        self.owner, self.root = owner, root
-        self.places: dict[int, tuple[int, int]] = {}
-        self.groups: list[tuple[_GatherGroup, list[Tensor]]] = []
-        self.cache: dict[int, list[Tensor]] = {}
-
-    def register(self, g: _GatherGroup, shards: list[Tensor], out: tuple[Tensor, ...]) -> None:
-        for i, whole in enumerate(out):
-            if whole.untyped_storage().data_ptr() != shards[i].untyped_storage().data_ptr():
-                self.places[whole.untyped_storage().data_ptr()] = (len(self.groups), i)
-        self.groups.append((g, shards))
-
-    def pack(self, x: Tensor) -> Any:
-        place = self.places.get(x.untyped_storage().data_ptr()) if x.numel() else None
-        return x if place is None else (place, x.size(), x.stride(), x.storage_offset())
-
-    def unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        (which, i), size, stride, offset = kept
-        if which not in self.cache:
-            # Backward goes unit by unit, so only one of them holds whole weights; the model's own parameters may
-            # be asked for before, between and after its units, and stay.
-            if not self.root:
-                if self.owner.regathered is not None and self.owner.regathered is not self:
-                    self.owner.regathered.release()
-                self.owner.regathered = self
-            g, shards = self.groups[which]
-            with torch.no_grad():
-                self.cache[which] = g.gather(shards)
-        return self.cache[which][i].as_strided(size, stride, offset)
-
-    def release(self) -> None:
-        self.cache.clear()
-        if self.owner.regathered is self:
-            self.owner.regathered = None

@@ -13,8 +13,9 @@ import pytest
 
 import dtensor_lm as dl
 from dtensor_lm import edges
+from dtensor_lm.gathering import GatherGroup
 from dtensor_lm.ops.cross_entropy import IGNORE
-from dtensor_lm.partition import _GatherGroup, _UnitCall
+from dtensor_lm.partition import _UnitCall
 from dtensor_lm.sharding_plans.program import Program
 from dtensor_lm.testing.equivalence import Report, compare, random_batch
 from dtensor_lm.testing.workers import pool
@@ -109,8 +110,8 @@ def planted(fault: str) -> Iterator[None]:
 
             patch.setattr(Layout, "copies", property(lambda self: 1))
         elif fault == "a scaled gradient":
-            scatter = _GatherGroup.scatter
-            patch.setattr(_GatherGroup, "scatter", lambda self, grads: [2 * g for g in scatter(self, grads)])
+            scatter = GatherGroup.scatter
+            patch.setattr(GatherGroup, "scatter", lambda self, grads: [2 * g for g in scatter(self, grads)])
         elif fault == "a dropped layer":
             from dtensor_lm.models.llama import Block
 

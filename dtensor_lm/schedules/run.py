@@ -73,11 +73,8 @@ class PipelineRunner:
             assert part.span is not None
             last = index + 1 == len(pipe.stages)
             given = () if last else part.span.hands
-            output = (
-                self._examples(given)
-                if given
-                else (torch.empty(1, dtype=getattr(torch, program.output.dtype), device="meta"),)
-            )
+            loss = torch.empty(1, dtype=getattr(torch, program.output.dtype), device="meta")
+            output = self._examples(given) if given else (loss,)
             self.modules.append(module)
             stages.append(
                 _Stage(module, index, len(pipe.stages), device, self._examples(part.span.takes), output, ranks)
@@ -129,11 +126,8 @@ class PipelineRunner:
         self.engine.pipeline_order_with_comms = self.tables[training]
         micro = torch.arange(self.count)
         try:
-            with (
-                _its_errors(),
-                _without_its_log(),
-                torch.enable_grad(),
-            ):  # which the engine asks for; stages say themselves
+            # The engine wants gradients enabled, always; stages say for themselves.
+            with _its_errors(), _without_its_log(), torch.enable_grad():
                 self.engine.step(micro=micro, target=micro if self.has_last else None, return_outputs=False)
         finally:
             for module in self.modules:

@@ -24,6 +24,7 @@ REQUIRED = {
     "UX": (1, 2, 4),
     "PERF": (1, 2),
     "LOG": (1,),
+    "PP": (1, 3, 4, 5),
 }
 # Of what is partly there: tests may carry these.
 OTHERS = {"RNG": (2,), "LIFE": (1, 2, 3), "DATA": (5, 9)}

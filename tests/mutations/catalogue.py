@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import layouts, models, programs, proofs, schedules, training
+from . import layouts, models, pipelines, programs, proofs, schedules, training
 
 MUTATIONS = (
     *layouts.MUTATIONS,
@@ -11,4 +11,5 @@ MUTATIONS = (
     *models.MUTATIONS,
     *proofs.MUTATIONS,
     *schedules.MUTATIONS,
+    *pipelines.MUTATIONS,
 )

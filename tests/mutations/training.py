@@ -25,7 +25,7 @@ MUTATIONS = (
         (f"{UNUSUAL}[sequence of bodies cut, core whole]",), report("loss_error"),
     ),
     Mutation(
-        "regather-stale-shards", "partition.py",
+        "regather-stale-shards", "gathering.py",
         "self.groups.append((g, shards))", 'self.groups.append((g, g.__dict__.setdefault("first", shards)))',
         "backward gathers the parameters of the first forward again",
         (f"{NARROW}test_a_step_has_no_parameters_of_its_own",), FALSE,
@@ -37,7 +37,7 @@ MUTATIONS = (
         (f"{UNUSUAL}[weights stay gathered]",), report("collectives_match"),
     ),
     Mutation(
-        "narrow-reduction-of-gradients", "partition.py",
+        "narrow-reduction-of-gradients", "gathering.py",
         "have = {n: g.to(self.dtype) for", "have = {n: g.bfloat16().to(self.dtype) for",
         "gradients of shards are rounded to bfloat16 before they are summed",
         SHARDS, gradients(),
