@@ -208,7 +208,7 @@ def recomputed(mesh: str, two_at_once: bool) -> float:
     with Kept() as masks:
         if two_at_once:
             # Both forwards before both backwards, as pipelines do.
-            once = step.module.forward
+            once = step.runner.module.forward
             waiting: list[Tensor] = []
 
             def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -218,7 +218,7 @@ def recomputed(mesh: str, two_at_once: bool) -> float:
                 last, first = waiting.pop(), waiting.pop()
                 return torch.stack([first, last]).sum()
 
-            step.module.forward = forward
+            step.runner.module.forward = forward
         grads, *_ = step.gradients(state, parts(p, batch, step.device))
     for site, drawn in masks.items():
         blocks = site.startswith("layers.")

@@ -54,13 +54,13 @@ def spoiling(place: str, value: float, when: int) -> Any:
         if what == "parameter":
             local(state.parameters[name]).view(-1)[0] = value
             return gradients(self, state, batch)
-        forward = self.module.forward
+        forward = self.runner.module.forward
 
         def hooked(leaves: dict[str, Tensor], *more: Any, **inputs: Tensor) -> Tensor:
             leaves[name].register_hook(spoil)
             return forward(leaves, *more, **inputs)
 
-        with mock.patch.object(self.module, "forward", hooked):
+        with mock.patch.object(self.runner.module, "forward", hooked):
             return gradients(self, state, batch)
 
     return mock.patch.object(TrainStep, "gradients", spoiled)
