@@ -292,6 +292,8 @@ class Model(nn.Module):
                 x = layer(x)
                 x.mul_(0.5)
                 x += 1
+            elif self.kind == "border":
+                x = layer(x) * self.last if i == 1 else layer(x)
             elif self.kind == "cut off":
                 x = layer(x).detach() if i == 1 else layer(x)
             elif self.kind == "residual":
@@ -307,7 +309,7 @@ class Model(nn.Module):
                 x = x + kept * 0.5 if i == 2 else x
             else:
                 x = layer(x) * self.scale  # between all layers: on every stage
-        return self.loss(x * self.last + total, labels)
+        return self.loss(x if self.kind == "border" else x * self.last + total, labels)
 
 
 def build(kind: str) -> nn.Module:
@@ -329,11 +331,16 @@ def _run(kind: str, mesh: dl.Mesh, schedule: str, virtual: int) -> Report:
     return compare(made, steps=2, batches=[batch_of(made, "some", i) for i in range(2)])
 
 
+def test_own_code_between_stages_is_of_the_first() -> None:
+    pipe = resolved(build("border"), dl.Mesh(pp=2), split=[2, 2]).pipeline
+    assert pipe is not None and pipe.ranks_of("last") == (0,)
+
+
 STAGES = [
     *(pytest.param(kind, dl.Mesh(pp=2), "zb-v", 2) for kind in ("added", "computed again", "in place")),
     *(pytest.param(kind, dl.Mesh(pp=2, fsdp=2), "interleaved-1f1b", 2) for kind in ("scaled", "tuples", "in place")),
     *(pytest.param(kind, dl.Mesh(pp=4), "1f1b", 1) for kind in ("scaled", "tuples", "computed again", "cut off")),
-    pytest.param("alone", dl.Mesh(pp=2), "1f1b", 1),
+    *(pytest.param(kind, dl.Mesh(pp=2), "1f1b", 1) for kind in ("alone", "border")),
 ]
 
 

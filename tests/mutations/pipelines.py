@@ -8,7 +8,7 @@ EQUAL = "tests/test_pipeline.py::test_equal_to_one_device"
 TIED = (f"{EQUAL}[1f1b-1-pp=2,fsdp=2-4-4-tied-1]",)
 DROPOUT = (f"{EQUAL}[gpipe-1-pp=2,fsdp=2-3-4-gpt-2]",)
 HALVES = (f"{EQUAL}[zb-h1-1-pp=2,fsdp=2-3-4-plain-1]",)
-OWN_CODE = ("tests/test_stages.py::test_the_models_own_code_runs_once",)
+OWN_CODE = ("tests/test_stages.py::test_own_code_between_stages_is_of_the_first",)
 SPLIT = ("tests/test_stages.py::test_a_backward_that_cannot_be_split",)
 
 MUTATIONS = (
@@ -16,7 +16,7 @@ MUTATIONS = (
         "own-code-on-the-stage-after", "sharding_plans/stages.py",
         "s.first <= max(gap - 1, 0) < s.stop", "s.first <= gap < s.stop",
         "what the model's own code does between two stages is taken for the second's",
-        OWN_CODE, r"assert \(0,\) == \(1,\)",
+        OWN_CODE, r"\(1,\) == \(0,\)|At index 0 diff: 1 != 0",
     ),
     Mutation(
         "cuts-through-a-skip", "chain.py",
@@ -64,7 +64,7 @@ MUTATIONS = (
         "one-node-for-a-unit", "partition.py",
         "if self.owner.halves and torch.is_grad_enabled():", "if False:",
         "the second half of a backward goes through all of a unit again",
-        HALVES, r"found|max_grad_error|Error",
+        (f"{EQUAL}[dualpipe-v-2-pp=2,fsdp=2,tp=2-4-4-plain-1]",), r"bytes: predicted",
     ),
     Mutation(
         "second-half-gathers-nothing", "sharding_plans/parts.py",
