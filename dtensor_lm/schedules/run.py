@@ -205,7 +205,7 @@ class _Stage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if grads := self.bwd_cache.get(bwd_chunk_id):
             # Of what a stage takes and no gradient reaches; the stage before waits for one.
-            zeros = zip(grads, self.takes, strict=True)
+            zeros = zip(grads, self.takes, strict=False)  # torch 2.11 has one more, of the micro-batch's number
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros(x.shape, dtype=x.dtype, device=self.device) if g is None else g for g, x in zeros
             )
